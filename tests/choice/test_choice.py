@@ -125,10 +125,10 @@ def test_a_computation_takes_time(us: float):
 @pytest.mark.parametrize(
     ("kind", "ranks", "kernel", "engines"),
     [
-        (Kind.ALL_REDUCE, 2, (64 << 20) - 1, 64 << 20),
-        (Kind.ALL_REDUCE, 4, 7 << 20, 8 << 20),
-        (Kind.ALL_GATHER, 2, 1024, 16 << 20),
-        (Kind.REDUCE_SCATTER, 8, 63 << 20, 1 << 30),
+        (Kind.ALL_REDUCE, 2, (32 << 20) - 1, 32 << 20),
+        (Kind.ALL_REDUCE, 4, 3 << 20, 4 << 20),
+        (Kind.ALL_GATHER, 2, 1024, 24 << 20),
+        (Kind.REDUCE_SCATTER, 8, 31 << 20, 1 << 30),
     ],
 )
 def test_through_host_memory(kind: Kind, ranks: int, kernel: int, engines: int) -> None:

@@ -3,10 +3,14 @@
 Run by hand on two GPUs, with megatron-core 0.16.1 in the path:
 
     torchrun --nproc-per-node 2 tests/device/megatron_step.py --batch 2 --steps 23
+    torchrun --nproc-per-node 2 tests/device/megatron_step.py --tensor 2 --sequence --ways nccl,sidelane
+    torchrun --nproc-per-node 2 tests/device/megatron_step.py --experts 8 --ways nccl,sidelane,sidelane-ub-beside
 
 A GPT in bfloat16, data parallel: gradients are reduced (reduce-scatter) behind backward, parameters gathered behind the
 next forward. The part ``ub`` of a way is ``nccl_ub=True``: Megatron allocates buffers in a pool and registers it with
 the group's backend. The part ``beside`` is ``SIDELANE_BESIDE=compute``. Each way has a model of its own.
+``--tensor`` divides layers among ranks, ``--sequence`` their activations, too; ``--experts`` puts experts in the place
+of each feed-forward layer, divided among all ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +63,8 @@ class Trained:
         self.settings = dataclasses.replace(settings.current(), beside="compute" if "beside" in parts else "nothing")
         with settings.override(self.settings):
             self._make(backend, "ub" in parts)
-        self.generator = torch.Generator(device=device).manual_seed(7 + dist.get_rank())
+        shard = dist.get_rank() // options.tensor  # ranks that divide a layer see the same tokens
+        self.generator = torch.Generator(device=device).manual_seed(7 + shard)
         self.times: list[float] = []
         self.losses: list[float] = []
 
@@ -68,13 +73,19 @@ class Trained:
         before = {name: value for name, value in state.items() if name[0] == "_" and name.isupper()}
         dist.new_group = lambda *args, **named: new_group(*args, **{**named, "backend": backend})
         try:
-            parallel_state.initialize_model_parallel()
+            experts = dist.get_world_size() if options.experts else 1
+            parallel_state.initialize_model_parallel(options.tensor, expert_model_parallel_size=experts)
         finally:
             dist.new_group = new_group
         model_parallel_cuda_manual_seed(123)
         torch.manual_seed(0)
         config = TransformerConfig(
             num_layers=options.layers,
+            tensor_model_parallel_size=options.tensor,
+            sequence_parallel=options.sequence,
+            num_moe_experts=options.experts or None,
+            expert_model_parallel_size=experts,
+            moe_token_dispatcher_type="alltoall",
             hidden_size=options.hidden,
             bf16=True,
             num_attention_heads=options.hidden // 128,
@@ -91,7 +102,7 @@ class Trained:
             bias_activation_fusion=False,
             masked_softmax_fusion=False,
         )
-        layers = get_gpt_layer_local_spec()
+        layers = get_gpt_layer_local_spec(num_experts=options.experts or None, moe_grouped_gemm=False)
         layers.submodules.self_attention.submodules.core_attention = FlashAttention
         model = GPTModel(config, layers, VOCABULARY, options.seq, position_embedding_type="rope")
         wraps = DistributedDataParallelConfig(
@@ -141,7 +152,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", default="nccl,nccl-ub,sidelane,sidelane-beside,sidelane-ub,sidelane-ub-beside")
     parser.add_argument("--steps", type=int, default=23, help="turns of each way")
-    for name, number in {"layers": 8, "hidden": 2560, "seq": 2048, "batch": 2}.items():
+    parser.add_argument("--sequence", action="store_true")
+    for name, number in {"layers": 8, "hidden": 2560, "seq": 2048, "batch": 2, "tensor": 1, "experts": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -167,8 +179,7 @@ def main() -> None:
         say(f"losses {' '.join(f'{loss:.7g}' for loss in way.losses[:6])}")
     say(f"memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB by torch's count")
     for row in sidelane.report().rows:
-        if row.where == "sidelane":
-            say(f"    {row.operation} {row.calls}: {row.why}")
+        say(f"    {row.operation} {row.calls} by {row.where}: {row.why}")
     dist.barrier()
     os._exit(0)  # groups of several models have no order to be destroyed in
 

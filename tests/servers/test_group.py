@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch.nn import functional
 from sidelane import config
 from sidelane.config import Config
 from sidelane.program.collective import ReduceOp
+from sidelane.servers import group as servers_group
 from sidelane.servers import setting
 from sidelane.servers.group import SUMMED, ServerGroup
 
@@ -192,6 +194,12 @@ def test_norms(group: dist.ProcessGroup) -> None:
         ):
             assert not served.normalises(x, gain) and served.all_reduce_rms_norm(x, None, gain, 1e-6) is None
         assert served.comm is not None and served.comm.last_choice() is calls, "no further call was made"
+        with mock.patch.object(servers_group, "is_captured", return_value=True):
+            for rows, with_residual in ((3, True), (4, False), (5, True)):  # 3 and 4 have one preparation, 5 has none
+                x = torch.ones(rows, hidden).bfloat16()
+                found = served.all_reduce_rms_norm(x, x if with_residual else None, weight, 1e-6)
+                assert (found is not None) is (rows < 5)
+            assert "captured graphs contain their addresses" in served.suspend()
 
 
 @on_ranks(2, gpu=True)

@@ -50,7 +50,7 @@ def calls(
     n, rank = comm.world_size, comm.rank
     mine = given[rank]
     part = mine[:numel]
-    comm.all_gather(output := comm.empty(n * numel, dtype=torch.int32), part, variant=variant)
+    comm.all_gather(output := mine.new_empty(n * numel), part, variant=variant)
     yield "all_gather", output, torch.cat([each[:numel] for each in given])
     comm.all_to_all(output := torch.empty_like(mine), mine, variant=variant)
     yield "all_to_all", output, torch.cat([each.chunk(n)[rank] for each in given])

@@ -57,17 +57,18 @@ probes, in results/notes/performance.md. Broadcasts among more than two ranks: s
 
 HOST_KERNEL_BYTES: Mapping[Kind, int] = MappingProxyType(
     {
-        Kind.ALL_GATHER: 16 * MB,
-        Kind.ALL_TO_ALL: 16 * MB,
+        Kind.ALL_GATHER: 24 * MB,
+        Kind.ALL_TO_ALL: 8 * MB,
         Kind.BROADCAST: 16 * MB,
-        Kind.REDUCE_SCATTER: 64 * MB,
-        Kind.ALL_REDUCE: 64 * MB,
+        Kind.REDUCE_SCATTER: 32 * MB,
+        Kind.ALL_REDUCE: 32 * MB,
     }
 )
-"""Bytes below which a kernel runs a call, or a list, through host memory, between two ranks. Kernels store 44 GB/s over
-PCIe and load 43, in a few microseconds; copy engines move 28 GB/s in 4 MiB and 39 in 16, and take no compute units.
-Measured with two ranks on one H200 (results/notes/kernels.md); more ranks are predicted. A kernel's all_reduce loads
-the inputs of all other ranks, so that its bytes are divided by the square of their number."""
+"""Bytes below which a kernel runs a call, or a list, through host memory, between two ranks. Between two H200s, in
+graphs, a kernel and copy engines in pieces take 279 and 302 us for an all_gather of 16 MiB, 545 and 650 for an
+all_reduce; 2,331 and 1,736, 4,874 and 4,018 for 128 MiB. Broadcasts were timed with both ranks on one GPU, and
+all_to_alls before loaders copied own parts (results/notes/kernels.md). More ranks are predicted: a kernel's all_reduce
+loads the inputs of all other ranks, so that its bytes are divided by the square of their number."""
 
 EQUALS = 1.005
 """Ratio of expected times below which they count as equal: medians of a few rounds repeat no better."""

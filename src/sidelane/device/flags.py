@@ -92,20 +92,23 @@ def signal(arenas, rank, generation, phase, N: tl.constexpr):
 
 
 @triton.jit
-def signal_block(arenas, rank, generation, phase, block, N: tl.constexpr, STORED: tl.constexpr = True):
-    """Signal block number ``block`` on each of N ranks as :func:`signal` does, by stores to arenas in host memory.
+def signal_blocks(
+    arenas, rank, generation, phase, block, step, N: tl.constexpr, BLOCKS: tl.constexpr, STORED: tl.constexpr
+):
+    """Signal the BLOCKS blocks ``block``, ``block + step``, ... on each of N ranks as :func:`signal` does, by stores to
+    arenas in host memory.
 
     On NVIDIA's GPUs one warp fences, and stores: fences of system scope wait for each other, 1.4 us each, and an atomic
-    operation crosses PCIe and back (results/notes/kernels.md). ``STORED``: the peer waits for bytes that this block
-    has stored; False: it waits until they are loaded here. Then there is no fence: all threads have stored what they
-    have loaded, so that their loads have been performed.
+    operation crosses PCIe and back. Each block has a word of its own: loads of one word wait for each other as well
+    (results/notes/kernels.md). ``STORED``: the peers wait for bytes that this block has stored; False: they wait until
+    bytes are loaded here. Then there is no fence: all threads have stored what they have loaded, so that their loads
+    have been performed.
     """
     tl.debug_barrier()
     lane = tl.arange(0, MAX_RANKS)
-    flags, values = _flags(arenas, phase, block) + rank, tl.zeros([MAX_RANKS], tl.int32) + generation
-    if is_nvidia():
-        if STORED:
-            assembly: tl.constexpr = """{
+    values = tl.zeros([MAX_RANKS], tl.int32) + generation
+    if is_nvidia() and STORED:
+        assembly: tl.constexpr = """{
             .reg .pred first;
             .reg .u32 thread;
             mov.u32 thread, %tid.x;
@@ -113,15 +116,18 @@ def signal_block(arenas, rank, generation, phase, block, N: tl.constexpr, STORED
             @first fence.acq_rel.sys;
             mov.u32 $0, $1;
             }"""
-            values = tl.inline_asm_elementwise(assembly, "=r,r", [values], dtype=tl.int32, is_pure=False, pack=1)
-        tl.store(flags, values, mask=lane < N)
-    else:
-        tl.atomic_xchg(flags, values, mask=lane < N, sem="release", scope="sys")
+        values = tl.inline_asm_elementwise(assembly, "=r,r", [values], dtype=tl.int32, is_pure=False, pack=1)
+    for turn in tl.static_range(BLOCKS):
+        flags = _flags(arenas, phase, block + turn * step) + rank
+        if is_nvidia():
+            tl.store(flags, values, mask=lane < N)
+        else:
+            tl.atomic_xchg(flags, values, mask=lane < N, sem="release", scope="sys")
 
 
 @triton.jit
 def wait_for_block(arena, senders, generation, status, spent, phase, block):
-    """Wait for signals of :func:`signal_block` as :func:`wait` does, of the ranks in the mask ``senders``, int1[P].
+    """Wait for signals of :func:`signal_blocks` as :func:`wait` does, of the ranks in the mask ``senders``, int1[P].
 
     On NVIDIA's GPUs one warp loads the words, since each load crosses PCIe, and acquires.
     """

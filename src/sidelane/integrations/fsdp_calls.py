@@ -159,7 +159,8 @@ class EnabledFsdp:
         if calls is None:
             calls = self._groups[group] = make_fsdp_group(group, params.device, config, self._counts)
             self._undo.callback(calls.close)
-        gather = Gather(calls, params, params._all_gather_comm, copies_out or direct_gather.objection_to(params))
+        why = copies_out or calls.copies_out or direct_gather.objection_to(params)
+        gather = Gather(calls, params, params._all_gather_comm, why)
         self._replace(params, "_all_gather_comm", gather)
         self._replace(params, "_reduce_scatter_comm", Scatter(calls, params._reduce_scatter_comm, config.deterministic))
         if gather.copies_out is None:

@@ -195,6 +195,7 @@ class FsdpGroup:
         group, device: see above.
         rank, world_size: number of this rank in the group, and number of its ranks.
         gather, scatter: lanes of the two collectives.
+        copies_out: reason why parameters of any model are copied out of a buffer; None if they need not be.
         ring: ring of buffers that become parameters.
     """
 
@@ -218,10 +219,12 @@ class FsdpGroup:
         self._ledger = Ledger(self._ranks)
         self._ledger.group = group.group_name
         self._lanes, self._buffers, self._nodes, self._end = lanes, buffers, nodes, end
+        self.copies_out: str | None = None
         if lanes:
             self.gather, self.scatter = lanes
             if isinstance(self.gather, Communicator):
-                self._ledger.peers = self.gather.backend.peers
+                self._ledger.peers = peers = self.gather.backend.peers
+                self.copies_out = f"between GPUs is {peers}" if peers.through_host else None
         self.ring = Ring(allocate or functools.partial(torch.empty, dtype=torch.uint8, device=device), device)
 
     def is_of(self, group: dist.ProcessGroup) -> bool:

@@ -12,8 +12,8 @@ blocks B + b, 2 B + b, ... load what blocks b of all ranks have stored. They wai
 in place they overwrite what it has sent by then. ``read?`` is a wait for the loaders of all ranks: the next launch
 stores to the same staging.
 
-Stores need few blocks, since they are posted, but each signal a fence (``flags.signal_block``), and fences wait for
-each other. Loads need many blocks, and no fence.
+Stores need few blocks, since they are posted, but each signal a fence (``flags.signal_blocks``), and fences wait for
+each other. Loads need many blocks, and no fence; each loader polls a word of its own.
 
 Equivalent: see ``ll``. In place is allowed. In a broadcast the root stores, and the others load.
 
@@ -30,7 +30,7 @@ from sidelane.device.flags import (
     addresses_of,
     end_generation,
     next_generation,
-    signal_block,
+    signal_blocks,
     wait_for_block,
 )
 from sidelane.device.language import tl, triton
@@ -43,9 +43,9 @@ from sidelane.program.kernel_chunks import MOST_CHUNKS
 
 TILE_BYTES = 8192
 WARPS = 16
-SENDERS, LOADERS = 4, 4
-"""Blocks that store, and blocks that load for each of these: 4 of an H200 store 43 GB/s, and 16 load as many
-(results/notes/kernels.md)."""
+SENDERS, LOADERS = 8, 4
+"""Blocks that store, and blocks that load for each of these: 4 of an H200 store 43 GB/s, and 16 load as many; both ways
+at once, 8 and 32 took 507 us for 16 MiB between two GPUs, 4 and 16 took 555 (results/notes/kernels.md)."""
 
 LEAST_ROUNDS = 8
 """Smallest number of tiles that a block stores in a chunk, for which it fences once."""
@@ -120,15 +120,16 @@ def _through_host(
                     at_tile(_store, (own, staged, rank, N, SHARDS, ROOTED, OP == ""), call, tile,
                             TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
                     tile += blocks
-                signal_block(arenas, rank, generation, 1 + chunk, block, N)
+                signal_blocks(arenas, rank, generation, 1 + chunk, block, blocks, N, LOADERS, True)
                 chunk += 1
     else:
+        loader = tl.program_id(0) - blocks
         spent = tl.full((), 0, tl.int32)
         lane = tl.arange(0, MAX_RANKS)
         if not ROOTED or rank != root:
             while chunk < chunks:
                 senders = lane == root if ROOTED else lane < N
-                spent = wait_for_block(p0, senders, generation, status, spent, 1 + chunk, block)
+                spent = wait_for_block(p0, senders, generation, status, spent, 1 + chunk, loader)
                 tile = chunk * step + block + (turn - 1) * blocks
                 end = tl.minimum(tiles, (chunk + 1) * step)
                 while tile < end:
@@ -143,8 +144,7 @@ def _through_host(
                                 tile, TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
                     tile += blocks * LOADERS
                 chunk += 1
-        loader = tl.program_id(0) - blocks
-        signal_block(arenas, rank, generation, DONE, loader, N, False)
+        signal_blocks(arenas, rank, generation, DONE, loader, 0, N, 1, False)
         wait_for_block(p0, lane < N, generation, status, spent, DONE, loader)
     end_generation(counters, generation)
 
@@ -154,7 +154,7 @@ def _store(
     part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
     staging, staged, rank, N: tl.constexpr, SHARDS: tl.constexpr, ROOTED: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
-    """Stage a tile of each part for peers; where bytes only move, write the part that stays here to its place."""
+    """Stage a tile for all peers, and write it to its place here where bytes only move, or a tile for each peer."""
     input, output, sent_offset, stride, output_stride, _, _ = part
     if SHARDS == 1:
         values = get(input, tile, nbytes, UNIT, TILE, WHOLE)
@@ -166,9 +166,6 @@ def _store(
             peer = (rank + turn) % N
             values = get(input + peer * stride, tile, nbytes, UNIT, TILE, WHOLE)
             put(staging + peer * staged + sent_offset, values, tile, nbytes, UNIT, TILE, WHOLE)
-        if MOVES:
-            values = get(input + rank * stride, tile, nbytes, UNIT, TILE, WHOLE)
-            put(output + rank * output_stride, values, tile, nbytes, UNIT, TILE, WHOLE)
 
 
 @triton.jit
@@ -176,12 +173,15 @@ def _fetch(
     part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
     stagings, staged, rank, N: tl.constexpr, SHARDS: tl.constexpr,
 ):  # fmt: skip
-    """Read a tile of every peer."""
-    _, output, sent_offset, _, stride, _, _ = part
+    """Read a tile of every peer, and copy that of a part which stays here."""
+    input, output, sent_offset, input_stride, stride, _, _ = part
     place = sent_offset + (rank * staged if SHARDS > 1 else rank * 0)
     for turn in tl.static_range(1, N):
         values = get(stagings[turn] + place, tile, nbytes, UNIT, TILE, WHOLE)
         put(output + (rank + turn) % N * stride, values, tile, nbytes, UNIT, TILE, WHOLE)
+    if SHARDS > 1:
+        values = get(input + rank * input_stride, tile, nbytes, UNIT, TILE, WHOLE)
+        put(output + rank * stride, values, tile, nbytes, UNIT, TILE, WHOLE)
 
 
 @triton.jit

@@ -47,11 +47,12 @@ NARROW_BLOCKS = 10
 """Thread blocks of narrow variants: 8% of an H200. They reduce 64 MiB of four ranks for a reduce_scatter in 167 us, 8
 in 171, 6 in 181, and 128 wide ones in 164 (probes: results/notes/probes.md)."""
 
-HOST_BLOCKS = 32
+HOST_BLOCKS = 40
 """Thread blocks that a kernel through host memory may have (``kernels/through_host.py``)."""
 
-HOST_LL_BYTES = 64 << 10
-"""Bytes from rank to rank up to which data travels with its own flags through host memory."""
+HOST_LL_BYTES = MOST_LL_BYTES
+"""Bytes from a rank to all its peers up to which data travels with its own flags through host memory. An all-reduce of
+256 KB between two H200s takes 21.6 us so, and 37 by the host kernel (results/notes/kernels.md)."""
 
 LARGE_PART_BYTES = 8 << 20
 

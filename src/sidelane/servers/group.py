@@ -9,15 +9,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
-from sidelane.errors import UnavailableError
-from sidelane.ops.handle import INTERPRETED
+from sidelane.ops.handle import INTERPRETED, is_captured, power_of_two
 from sidelane.ops.rms_norm import MOST_ROW_BYTES, MOST_TOKENS, all_reduce_rms_norm
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
@@ -68,6 +67,7 @@ class ServerGroup:
 
     def _join(self) -> None:
         """Make the communicator, with all ranks; one that cannot be made is refused on all of them alike."""
+        self._prepared: set[Hashable] = set()
         config = settings.current()
         if self._batch_invariant:
             config = dataclasses.replace(config, deterministic=True)
@@ -279,14 +279,19 @@ class ServerGroup:
             eps: number added to the mean of the squares.
             tensors: ``out``, ``residual_out``, ``quantized`` and ``scale`` of ``ops.all_reduce_rms_norm``.
         """
-        if not self.normalises(x, weight):
+        if not self.normalises(x, weight) or not self._is_prepared(x, residual, tensors):
             return None
-        comm = self._counted("all_reduce_rms_norm")
-        try:
-            return all_reduce_rms_norm(comm, x, residual, weight, eps=eps, **tensors)
-        except UnavailableError:  # on all ranks, before anything has moved
-            self.counts["all_reduce_rms_norm"] -= 1
-            return None
+        return all_reduce_rms_norm(self._counted("all_reduce_rms_norm"), x, residual, weight, eps=eps, **tensors)
+
+    def _is_prepared(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: dict[str, Any]) -> bool:
+        """Return whether such a norm can run: in a capture, one outside of it has prepared it before, on all ranks."""
+        assert self.comm is not None
+        given = sorted(name for name, tensor in tensors.items() if tensor is not None)
+        kind = power_of_two(x.shape[0]), x.shape[1], x.dtype, residual is None, *given
+        if is_captured(self.comm):
+            return kind in self._prepared
+        self._prepared.add(kind)
+        return True
 
     def fuses(self) -> bool:
         """Return whether :meth:`all_reduce_rms_norm` takes any tensor: kernels run here, and bits may differ."""
@@ -336,6 +341,5 @@ class ServerGroup:
         """Count a call, which may be captured, and return the communicator for it."""
         assert self.comm is not None
         self.counts[call] += 1
-        if not self._is_captured and self.comm.device.type == "cuda":
-            self._is_captured = torch.cuda.is_current_stream_capturing()
+        self._is_captured = self._is_captured or is_captured(self.comm)
         return self.comm

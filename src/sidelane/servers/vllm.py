@@ -186,7 +186,7 @@ def device_communicator(base: Any) -> Any:
         ) -> torch.Tensor | None:
             if self.sidelane is None:
                 return None
-            rows = input_.movedim(0, dim).contiguous()
+            rows = input_.movedim(dim, 0).contiguous()
             if sizes is None and rows.shape[0] % self.world_size:
                 return None
             parts = [rows.shape[0] // self.world_size] * self.world_size if sizes is None else sizes

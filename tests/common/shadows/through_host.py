@@ -31,8 +31,8 @@ def through_host(program: KernelProgram, blocks: int, tile_bytes: int) -> Progra
         else:
             for peer in others(rank, n):
                 yield from copied(tensors.staged(rank, tile, peer), tile.input(rank, peer))
-        if reduction is None and root is None:
-            yield from copied(tile.output(rank, rank), tile.input(rank, rank if tensors.shards > 1 else 0))
+        if reduction is None and root is None and tensors.shards == 1:
+            yield from copied(tile.output(rank, rank), tile.input(rank))
 
     def load(rank: int, tile: Tile) -> Iterator[Command]:
         mine = rank if tensors.shards > 1 else 0
@@ -41,6 +41,8 @@ def through_host(program: KernelProgram, blocks: int, tile_bytes: int) -> Progra
         elif reduction is None:
             for peer in others(rank, n):
                 yield from copied(tile.output(rank, peer), tensors.staged(peer, tile, mine))
+            if tensors.shards > 1:
+                yield from copied(tile.output(rank, rank), tile.input(rank, rank))
         else:
             srcs = (tile.input(rank, mine) if peer == rank else tensors.staged(peer, tile, mine) for peer in range(n))
             yield from reduced(tile.output(rank), tuple(srcs), reduction)
@@ -51,13 +53,14 @@ def through_host(program: KernelProgram, blocks: int, tile_bytes: int) -> Progra
             for chunk, tiles in enumerate(chunks(number) if root in (None, rank) else ()):
                 for tile in tiles:
                     yield from store(rank, tile)
-                yield from grid.tell(rank, number, 1 + chunk, but=root)
+                for loader in range(number, senders * kernel.LOADERS, senders):
+                    yield from grid.tell(rank, loader, 1 + chunk, but=root)
             return
         for chunk, tiles in enumerate(chunks(number) if root != rank else ()):
             if root is None:
-                yield from grid.hear(rank, number, 1 + chunk)
+                yield from grid.hear(rank, block - senders, 1 + chunk)
             else:
-                yield grid.hear_from(root, rank, number, 1 + chunk)
+                yield grid.hear_from(root, rank, block - senders, 1 + chunk)
             for tile in tiles[turn - 1 :: kernel.LOADERS]:
                 yield from load(rank, tile)
         yield from grid.meet(rank, block - senders, DONE)
