@@ -12,6 +12,7 @@ import pytest
 from worlds import POISON, LocalWorld, wrong_bytes
 
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError, ProgramError
+from sidelane.execute.cpu.executor import counts_of_queues
 from sidelane.program.builders import Transport, build
 from sidelane.program.collective import Buffer, Collective, Span, all_gather, all_to_all, broadcast
 from sidelane.program.ir import EPOCH, Comparison, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Value, Wait
@@ -85,6 +86,12 @@ def test_a_start_that_a_close_overtakes_fails_and_leaves_no_thread(monkeypatch: 
         assert not [thread for thread in threads() if thread.name.startswith("sidelane-0")]
         with pytest.raises(PeerError, match="closed its executor"):
             loaded.ranks[1].start(2).wait()
+
+
+def test_copies_to_peers_and_within_the_rank_are_counted_apart() -> None:
+    queues = [queue for queue in build(all_gather([NBYTES] * 3), "b2b").queues if queue.rank == 0]
+    counts = counts_of_queues(queues)
+    assert (counts.peer_copies, counts.local_copies, counts.calls) == (2, 1, len(queues))
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ class Shape:
     ) -> None:
         self.made: list[tuple[int, ...]] = []
         self.word = ctypes.c_uint64(0)
+        _kept.append(self)
         step = c_step(callback(0, 3, self.made), 0, 5, 0)
         followers = ((0, 0, 0, 0, 0), (1, 8, 0, 2, 0), (1, (1 << 64) - 16, 0, 1, ctypes.addressof(self.word)))
         words = struct.pack(f"={len(ranges)}Q", *ranges)
@@ -61,7 +62,7 @@ def new(count: int = 8, offset: int = 0) -> torch.Tensor:
     return made[first : first + count]
 
 
-_kept: list[torch.Tensor] = []
+_kept: list[object] = []
 
 
 @pytest.fixture

@@ -30,14 +30,22 @@ class SideStream:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.handle = int(self.stream.cuda_stream)
         self.caller = self.stream
-        self.is_open = False
+        self.is_open, self._event = False, torch.cuda.Event()
 
     def run(self, job: Callable[[], T]) -> T:
         """Run a function, which queues work, with this stream as the current one, behind the caller's work so far."""
-        self.caller, self.is_open = torch.cuda.current_stream(self.stream.device), True
-        self.stream.wait_stream(self.caller)
-        with torch.cuda.stream(self.stream):
+        stream, caller = self.stream, torch.cuda.current_stream(self.stream.device)
+        self.caller, self.is_open = caller, True
+        self._event.record(caller)
+        stream.wait_event(self._event)
+        if torch.cuda.current_device() != stream.device_index:
+            with torch.cuda.stream(stream):
+                return job()
+        torch.cuda.set_stream(stream)  # in half the time that the context takes
+        try:
             return job()
+        finally:
+            torch.cuda.set_stream(caller)
 
     def join(self) -> None:
         """Let the current stream wait for all that is queued here."""
