@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import sidelane
 from sidelane import config
-from sidelane.collectives import backend_cuda
+from sidelane.collectives import backend_cpu, backend_cuda
 from sidelane.integrations import dispatch, ledger, lifetime, torch_world
 from sidelane.integrations.process_group import SidelaneGroup
 
@@ -356,6 +356,18 @@ def test_what_staging_makes_slower_is_decided_by_measured_sizes(group: dist.Proc
                     work.wait()
                 assert tensor.eq(1 + 2 * (numel % 5)).all()
                 assert [row.where for row in sidelane.report().rows] == ["sidelane" if options else where], options
+
+
+@on_ranks(2)
+def test_through_host_memory_no_large_call_is_left_to_nccl(group: dist.ProcessGroup) -> None:
+    """The sizes were measured between GPUs that reach each other's memory; without it, NCCL stages as well."""
+    with left_to_library(group, 20_000) as ours:
+        for through_host, where in ((True, "sidelane"), (False, "nccl"), (True, "sidelane")):
+            ledger.reset()
+            with mock.patch.object(backend_cpu.CpuBackend, "through_host", through_host):
+                tensor = torch.full((30_001,), float(ours.rank()))
+                dist.all_reduce(tensor, group=ours)
+            assert tensor.eq(1).all() and [row.where for row in sidelane.report().rows] == [where]
 
 
 @on_ranks(2)

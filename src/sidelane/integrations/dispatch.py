@@ -269,6 +269,8 @@ class GroupDispatcher:
         made = self.life.communicators.get(device)
         if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING or len(self.life.ranks) == 1:
             return False
+        if made.backend.through_host:
+            return False  # all of it is staged there, by NCCL as well, and the sizes are of GPUs with peers
         direct = [each for each in tensors if each.layout is torch.strided and each.is_contiguous() and each.numel()]
         return self.names.get(device) == "nccl" and all_ordinary(made.arguments, direct)
 
