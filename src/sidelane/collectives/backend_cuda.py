@@ -294,6 +294,9 @@ class CudaWork(Work):
             self._backend.executor.check()
             with self._backend.executor.driver.current():
                 is_callers = self.end.follow()
+            if is_callers is None:  # after a failure meanwhile
+                self._backend.executor.check()
+                raise RuntimeError("wait: the stream cannot wait for the call")
         if held := self.held:
             self.held = ()
             if not is_callers:
