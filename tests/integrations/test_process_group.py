@@ -212,6 +212,10 @@ def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(group: dist.Proc
             product = torch.full((3,), 2.0, dtype=torch.float64)
             dist.all_reduce(product, Sum.PRODUCT, ours)
             assert product.tolist() == [2.0**size] * 3
+            for is_async in (False, True):
+                sparse = torch.sparse_coo_tensor([[rank, 4]], [1.0, 2.0], (5,))
+                ended(dist.all_reduce(sparse, group=ours, async_op=is_async), is_async)
+                assert sparse.to_dense().tolist() == [float(peer < size) for peer in range(4)] + [2.0 * size]
             double = torch.full((2,), float(rank), dtype=torch.float64)
             dist.reduce(double, group=ours, group_dst=0)
             assert rank or double.tolist() == [sum(range(size))] * 2
@@ -235,7 +239,9 @@ def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(group: dist.Proc
         rows = [row for row in sidelane.report().rows if row.where != "sidelane"]
     gloos = {("all_reduce", "gloo"), ("reduce", "gloo"), ("send", "gloo"), ("recv", "gloo")}
     assert {(row.operation, row.where) for row in rows} <= gloos
-    assert {row.why for row in rows} == {"max of bool", "operation product", "Sidelane has no such operation"}
+    assert {row.why for row in rows} == {
+        *("max of bool", "operation product", "layout torch.sparse_coo", "Sidelane has no such operation")
+    }
 
 
 def exchange_large(group: dist.ProcessGroup, mixes: bool) -> list[tuple[str, str]]:
