@@ -62,6 +62,7 @@ listed, since a rank knows its own only.
 """
 
 NEVER = (math.inf, math.inf)
+NO_ROW = ("", "", "", "", "")
 
 
 class GroupDispatcher:
@@ -149,8 +150,8 @@ class GroupDispatcher:
         repeated, has_lists = self._repeated.get(key), operation.has_lists
         nbytes = calls.larger_bytes(outputs, inputs) if has_lists else max(first.nbytes, tensors[-1].nbytes)
         is_left = nbytes > MOST_STAGED.get(operation, NEVER)[is_async] and self._may_leave(tensors, device.type)
-        row = self._left.get((key, is_async, nbytes)) if is_left and self._coalescing is None else None
-        if row is not None and row[-1] and are_plain(tensors, *key[2:]) and not self._captures():
+        row = self._left.get((key, is_async, nbytes), NO_ROW) if is_left and self._coalescing is None else NO_ROW
+        if row[-1] and are_plain(tensors, *key[2:]) and not self._captures():
             self.ledger.note(row, "", nbytes)
             make = functools.partial(self._make_by_library, operation.method, args, range(len(self.life.ranks)))
             return self.life.orders[device.type].other(make, tensors, is_async)
