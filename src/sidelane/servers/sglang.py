@@ -25,7 +25,7 @@ from sidelane.servers.group import ServerGroup
 from sidelane.servers.setting import is_named, line, misfit
 
 FIRST, LAST = "0.5.12", "0.5.15"
-"""Versions that fit: their names are those of ``tests/clients/contracts.py``; the last one's engine was run, too."""
+"""Versions that fit: their names are those of ``tests/clients/server_contracts.py``; the last one's engine was run, too."""
 
 LOG = logging.getLogger("sglang.sidelane")
 
