@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from on_ranks import default_stream, on_ranks
 from sweeps import communicator
 
 from sidelane import Communicator, Config, Work
+from sidelane.collectives import backend_cuda
+from sidelane.collectives.backend_cuda import CudaMarkedWork, CudaWork
 from sidelane.errors import PeerError, PeerTimeoutError
 
 
@@ -51,6 +55,51 @@ def test_work_is_what_torch_expects(group: dist.ProcessGroup) -> None:
         assert first is output and second is total and torch.equal(total, torch.full((3,), float(n * n)))
         gathered = comm.gather(output if rank == 0 else None, input, root=0, async_op=True)
         assert gathered is not None and len(gathered.result()) == (rank == 0)
+
+
+def test_a_captured_call_has_not_ended_before_its_last_trigger() -> None:
+    """Its program is captured behind the last one, and has no end before."""
+    program = mock.Mock(marks=2)
+    with mock.patch.object(backend_cuda, "StreamMark", return_value=mock.Mock(**{"query.return_value": True})):
+        work = CudaMarkedWork(mock.Mock(), mock.Mock(), program)
+        for number in range(2):
+            assert not work.is_completed() and not program.run.called
+            work.mark(number, (1, True))
+        assert work.is_completed() and program.run.call_count == 1
+
+
+class LateFailure:
+    """Backend, executor, driver, stream and end of a call that fails while a wait for it looks for failures.
+
+    Args:
+        answers: what the end answers, in turn.
+    """
+
+    def __init__(self, *answers: bool | None) -> None:
+        self.executor = self.driver = self.stream = self
+        self.answers = list(answers)
+        self.current = contextlib.nullcontext
+
+    def follow(self) -> bool | None:
+        return self.answers.pop(0)
+
+    def check(self) -> None:
+        if not self.answers:
+            raise PeerError("rank 1 died", (1,))
+
+
+def test_a_wait_of_a_gpu_raises_what_it_meets_on_its_way() -> None:
+    """A wait that has not waited never says that it has."""
+    for answers in ((True,), (None, False), (None, None)):
+        made: Any = LateFailure(*answers)
+        work = CudaWork(made, made)
+        work.end = made
+        if answers[-1] is not None:
+            assert work.wait()
+        else:
+            with pytest.raises(PeerError, match="rank 1 died"):
+                work.wait()
+        assert not made.answers
 
 
 @on_ranks(2)

@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import sidelane
 from sidelane import config
-from sidelane.collectives import backend_cuda
+from sidelane.collectives import backend_cpu, backend_cuda
 from sidelane.integrations import dispatch, ledger, lifetime, torch_world
 from sidelane.integrations.process_group import SidelaneGroup
 
@@ -212,6 +212,10 @@ def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(group: dist.Proc
             product = torch.full((3,), 2.0, dtype=torch.float64)
             dist.all_reduce(product, Sum.PRODUCT, ours)
             assert product.tolist() == [2.0**size] * 3
+            for is_async in (False, True):
+                sparse = torch.sparse_coo_tensor([[rank, 4]], [1.0, 2.0], (5,))
+                ended(dist.all_reduce(sparse, group=ours, async_op=is_async), is_async)
+                assert sparse.to_dense().tolist() == [float(peer < size) for peer in range(4)] + [2.0 * size]
             double = torch.full((2,), float(rank), dtype=torch.float64)
             dist.reduce(double, group=ours, group_dst=0)
             assert rank or double.tolist() == [sum(range(size))] * 2
@@ -235,7 +239,9 @@ def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(group: dist.Proc
         rows = [row for row in sidelane.report().rows if row.where != "sidelane"]
     gloos = {("all_reduce", "gloo"), ("reduce", "gloo"), ("send", "gloo"), ("recv", "gloo")}
     assert {(row.operation, row.where) for row in rows} <= gloos
-    assert {row.why for row in rows} == {"max of bool", "operation product", "Sidelane has no such operation"}
+    assert {row.why for row in rows} == {
+        *("max of bool", "operation product", "layout torch.sparse_coo", "Sidelane has no such operation")
+    }
 
 
 def exchange_large(group: dist.ProcessGroup, mixes: bool) -> list[tuple[str, str]]:
@@ -356,6 +362,18 @@ def test_what_staging_makes_slower_is_decided_by_measured_sizes(group: dist.Proc
                     work.wait()
                 assert tensor.eq(1 + 2 * (numel % 5)).all()
                 assert [row.where for row in sidelane.report().rows] == ["sidelane" if options else where], options
+
+
+@on_ranks(2)
+def test_through_host_memory_no_large_call_is_left_to_nccl(group: dist.ProcessGroup) -> None:
+    """The sizes were measured between GPUs that reach each other's memory; without it, NCCL stages as well."""
+    with left_to_library(group, 20_000) as ours:
+        for through_host, where in ((True, "sidelane"), (False, "nccl"), (True, "sidelane")):
+            ledger.reset()
+            with mock.patch.object(backend_cpu.CpuBackend, "through_host", through_host):
+                tensor = torch.full((30_001,), float(ours.rank()))
+                dist.all_reduce(tensor, group=ours)
+            assert tensor.eq(1).all() and [row.where for row in sidelane.report().rows] == [where]
 
 
 @on_ranks(2)

@@ -262,6 +262,18 @@ def test_ddp_trains_as_with_gloo(group: dist.ProcessGroup) -> None:
         assert made["all_reduce"].calls >= 40 and "broadcast" in made
 
 
+@on_ranks(2)
+def test_ddp_with_sparse_gradients(group: dist.ProcessGroup) -> None:
+    with sidelane_group(group) as ours:
+        table = torch.nn.EmbeddingBag(10, 4, sparse=True, mode="sum")
+        net = torch.nn.parallel.DistributedDataParallel(table, process_group=ours)
+        for _ in range(2):
+            net.zero_grad()
+            net(torch.tensor([[1, 2 + ours.rank()]])).sum().backward()
+            assert table.weight.grad is not None and table.weight.grad.is_sparse
+            assert table.weight.grad.to_dense()[:, 0].tolist() == [0, 1, 0.5, 0.5, *[0] * 6]
+
+
 @on_ranks(2, gpu=default_stream)
 def test_hooks_of_ddp(group: dist.ProcessGroup) -> None:
     """A communication hook makes calls of its own, and callbacks of their futures."""

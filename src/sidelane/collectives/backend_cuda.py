@@ -294,6 +294,9 @@ class CudaWork(Work):
             self._backend.executor.check()
             with self._backend.executor.driver.current():
                 is_callers = self.end.follow()
+            if is_callers is None:  # after a failure meanwhile
+                self._backend.executor.check()
+                raise RuntimeError("wait: the stream cannot wait for the call")
         if held := self.held:
             self.held = ()
             if not is_callers:
@@ -363,6 +366,9 @@ class CudaMarkedWork(CudaWork):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         self._require_all_marks()
         return super().wait(timeout)
+
+    def is_completed(self) -> bool:
+        return not self._unmarked and super().is_completed()
 
     def _capture(self) -> None:
         self._loaded.run(0, (self._side.handle, True))

@@ -76,8 +76,8 @@ def contiguous_arguments(call: GroupCall) -> tuple[list[Any], Copies]:
     def contiguous(argument: Any) -> Any:
         if isinstance(argument, list | tuple):
             return [contiguous(each) for each in argument]
-        if not isinstance(argument, torch.Tensor) or _is_direct(argument):
-            return argument
+        if not isinstance(argument, torch.Tensor) or argument.layout is not torch.strided or _is_direct(argument):
+            return argument  # a sparse tensor goes as it is
         return copies.setdefault(id(argument), (argument, plain(argument)))[1]
 
     args = [contiguous(argument) for argument in call.args]
