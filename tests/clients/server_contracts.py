@@ -63,7 +63,6 @@ CONTRACTS: dict[str, dict[str, str]] = {
         "vllm/plugins/__init__.py": "load_general_plugins()",
         "vllm/_custom_ops.py": "scaled_fp8_quant(input, scale)",
         "vllm/utils/import_utils.py": "resolve_obj_by_qualname(qualname)",
-        "vllm/logger.py": "init_logger(name)",
     },
     "sglang": {
         "sglang/srt/plugins/__init__.py": """
@@ -78,6 +77,7 @@ CONTRACTS: dict[str, dict[str, str]] = {
             GroupCoordinator._reduce_scatter_tensor(self, output, input)
             GroupCoordinator.all_reduce(self, input_)
             GroupCoordinator.ca_comm
+            GroupCoordinator.destroy(self)
             GroupCoordinator.world_size
             get_attn_tp_group()
             get_moe_ep_group()
@@ -98,7 +98,10 @@ CONTRACTS: dict[str, dict[str, str]] = {
         "sglang/srt/environ.py": """
             Envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE
             Envs.SGLANG_PLUGINS""",
-        "sglang/srt/server_args.py": "get_global_server_args()",
+        "sglang/srt/server_args.py": """
+            ServerArgs._handle_deterministic_inference(self)
+            ServerArgs.disable_custom_all_reduce
+            get_global_server_args()""",
         "sglang/version.py": "__version__",
     },
 }

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from on_ranks import default_stream, on_ranks
 from sweeps import communicator
 
 from sidelane import Communicator, Config, Work
-from sidelane.collectives.backend_cuda import CudaWork
+from sidelane.collectives import backend_cuda
+from sidelane.collectives.backend_cuda import CudaMarkedWork, CudaWork
 from sidelane.errors import PeerError, PeerTimeoutError
 
 
@@ -53,6 +55,17 @@ def test_work_is_what_torch_expects(group: dist.ProcessGroup) -> None:
         assert first is output and second is total and torch.equal(total, torch.full((3,), float(n * n)))
         gathered = comm.gather(output if rank == 0 else None, input, root=0, async_op=True)
         assert gathered is not None and len(gathered.result()) == (rank == 0)
+
+
+def test_a_captured_call_has_not_ended_before_its_last_trigger() -> None:
+    """Its program is captured behind the last one, and has no end before."""
+    program = mock.Mock(marks=2)
+    with mock.patch.object(backend_cuda, "StreamMark", return_value=mock.Mock(**{"query.return_value": True})):
+        work = CudaMarkedWork(mock.Mock(), mock.Mock(), program)
+        for number in range(2):
+            assert not work.is_completed() and not program.run.called
+            work.mark(number, (1, True))
+        assert work.is_completed() and program.run.call_count == 1
 
 
 class LateFailure:

@@ -29,8 +29,9 @@ from torch.distributed import distributed_c10d as c10d
 import sidelane
 from sidelane import config
 from sidelane.collectives import backend_cpu, backend_cuda
-from sidelane.integrations import dispatch, ledger, lifetime, torch_world
+from sidelane.integrations import dispatch, ledger, lifetime, order, torch_world
 from sidelane.integrations.process_group import SidelaneGroup
+from sidelane.integrations.works import EndedWork
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
 NOT_GLOOS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16)
@@ -212,6 +213,10 @@ def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(group: dist.Proc
             product = torch.full((3,), 2.0, dtype=torch.float64)
             dist.all_reduce(product, Sum.PRODUCT, ours)
             assert product.tolist() == [2.0**size] * 3
+            for is_async in (False, True):
+                sparse = torch.sparse_coo_tensor([[rank, 4]], [1.0, 2.0], (5,))
+                ended(dist.all_reduce(sparse, group=ours, async_op=is_async), is_async)
+                assert sparse.to_dense().tolist() == [float(peer < size) for peer in range(4)] + [2.0 * size]
             double = torch.full((2,), float(rank), dtype=torch.float64)
             dist.reduce(double, group=ours, group_dst=0)
             assert rank or double.tolist() == [sum(range(size))] * 2
@@ -235,7 +240,9 @@ def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(group: dist.Proc
         rows = [row for row in sidelane.report().rows if row.where != "sidelane"]
     gloos = {("all_reduce", "gloo"), ("reduce", "gloo"), ("send", "gloo"), ("recv", "gloo")}
     assert {(row.operation, row.where) for row in rows} <= gloos
-    assert {row.why for row in rows} == {"max of bool", "operation product", "Sidelane has no such operation"}
+    assert {row.why for row in rows} == {
+        *("max of bool", "operation product", "layout torch.sparse_coo", "Sidelane has no such operation")
+    }
 
 
 def exchange_large(group: dist.ProcessGroup, mixes: bool) -> list[tuple[str, str]]:
@@ -783,6 +790,26 @@ def forms_on_made_up_gpus(group: dist.ProcessGroup, seed: int) -> int:
 def test_every_form_on_the_path_of_gpus(pool: RankPool) -> None:
     for made in pool.run(forms_on_made_up_gpus, 2, 7):
         assert made > 80
+
+
+def test_asynchronous_calls_of_nccl_are_in_order_from_the_first_on() -> None:
+    """They run on the stream of Sidelane's, which may come later; in a graph, where the capture is."""
+    tensor, on = torch.zeros(1), list[int]()
+    with made_up_gpus(is_async=True) as driver:
+        streams = order.StreamOrder(mock.Mock)
+
+        def call() -> dist.Work:
+            on.append(driver.caller)
+            return EndedWork()
+
+        driver.begin_capture()
+        streams.other(call, [tensor], True)
+        driver.end_capture()
+        streams.other(call, [tensor], False)
+        streams.other(call, [tensor], True)
+        streams.run(call, [tensor], [tensor], True, timedelta())
+        assert on[:2] == [driver.caller] * 2 and on[2] == on[3] != driver.caller
+        driver.synchronize()
 
 
 @on_ranks(gpu=default_stream)

@@ -45,6 +45,7 @@ class Server:
     def __init__(self, version: str = "0.5.15", deterministic: bool = False, symmetric: bool = False) -> None:
         self.deterministic, self.symmetric, self.flashinfer, self.dp = deterministic, symmetric, False, False
         self.calls: list[str] = []
+        self.arguments: Any = SimpleNamespace()
         self.hooks: dict[str, Callable[..., Any]] = {}
         self.groups: list[Any] = []
         self.modules: dict[str, ModuleType] = {}
@@ -63,6 +64,9 @@ class Server:
                 if server.state.enabled and group.size() > 1:
                     made = sys.modules[CUSTOM].dispatch_custom_allreduce(group=group, device=torch.device("cpu"))
                     self.ca_comm = made(group=group, device=torch.device("cpu"))
+
+            def destroy(self) -> None:
+                self.ca_comm = None
 
             def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
                 server.calls.append("all_reduce")
@@ -83,6 +87,14 @@ class Server:
 
             def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
                 self._all_gather_into_tensor(output, input)
+
+        class ServerArgs:
+            def __init__(self, disable_custom_all_reduce: bool = False) -> None:
+                self.disable_custom_all_reduce = disable_custom_all_reduce
+                self._handle_deterministic_inference()
+
+            def _handle_deterministic_inference(self) -> None:
+                self.disable_custom_all_reduce |= server.deterministic
 
         class SchedulerWeightUpdaterManager:
             def release_memory_occupation(self, recv_req: Any) -> str:
@@ -114,7 +126,7 @@ class Server:
         allocator = f"{CUSTOM.rpartition('.')[0]}.pynccl_allocator"
         self._module(allocator, is_symmetric_memory_enabled=lambda: self.symmetric)
         self._module("sglang.srt.layers.dp_attention", is_dp_attention_enabled=lambda: self.dp)
-        self._module("sglang.srt.server_args", get_global_server_args=SimpleNamespace)
+        self._module("sglang.srt.server_args", get_global_server_args=lambda: self.arguments, ServerArgs=ServerArgs)
         fuses = {"apply_flashinfer_allreduce_fusion": lambda batch_size: self.flashinfer and 0 < batch_size <= 2048}
         self._module("sglang.srt.layers.communicator", **fuses)
         self._module(NORM, flashinfer_allreduce_residual_rmsnorm=flashinfer)
@@ -146,6 +158,11 @@ class Server:
             place, _, name = target.rpartition(".")
             owner = pkgutil.resolve_name(place)
             setattr(owner, name, _around(getattr(owner, name), hook))
+
+    def start(self, disable_custom_all_reduce: bool = False) -> None:
+        """Read the arguments of a command line, and switch custom all-reduces as they say."""
+        self.arguments = sys.modules["sglang.srt.server_args"].ServerArgs(disable_custom_all_reduce)
+        self.state.set_custom_all_reduce(not self.arguments.disable_custom_all_reduce)
 
     def group(self, group: dist.ProcessGroup) -> Any:
         """Return a group, whose object Sidelane or SGLang has made."""
@@ -233,7 +250,7 @@ def test_bits_of_a_row_in_batches_of_1_to_64(group: dist.ProcessGroup) -> None:
     everyone = everyones(group, 64, 48, dtype=torch.bfloat16)
     mine, total = everyone[group.rank()], in_rank_order(everyone, ReduceOp.SUM)
     with serving(deterministic=True) as (server, lines):
-        server.state.set_custom_all_reduce(False)
+        server.start()
         tp = server.group(group)
         for batch in range(1, 65):
             assert same_bytes(tp.all_reduce(mine[:batch].clone()), total[:batch]), batch
@@ -300,14 +317,15 @@ def test_what_the_server_was_asked_for_comes_first(group: dist.ProcessGroup) -> 
         tp.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
         tp.all_gather_into_tensor(torch.empty(4), torch.ones(2))
         assert server.calls == ["reduce_scatter", "all_gather"] and "--enable-symm-mem" in lines[0]
-    with serving() as (server, lines):
-        server.state.set_custom_all_reduce(False)
-        tp = server.group(group)
-        assert tp.ca_comm is None and lines[0].endswith(
-            "replaced: nothing; as before: everything (--disable-custom-all-reduce)"
-        )
-        assert lines[0].startswith("WARNING")
-        assert tp.all_reduce(torch.ones(3)).tolist() == [2.0] * 3 and server.calls == ["all_reduce"]
+    for deterministic in (False, True):
+        with serving(deterministic=deterministic) as (server, lines):
+            server.start(disable_custom_all_reduce=True)
+            tp = server.group(group)
+            assert tp.ca_comm is None and lines[0].endswith(
+                "replaced: nothing; as before: everything (--disable-custom-all-reduce)"
+            )
+            assert lines[0].startswith("WARNING")
+            assert tp.all_reduce(torch.ones(3)).tolist() == [2.0] * 3 and server.calls == ["all_reduce"]
     for deterministic in (False, True):
         with (
             serving(deterministic=deterministic) as (server, lines),
@@ -331,6 +349,10 @@ def test_release_and_resume(group: dist.ProcessGroup) -> None:
             assert tp.all_reduce(torch.ones(3)).tolist() == [2.0] * 3 and server.calls.pop() == "all_reduce"
             assert updater.resume_memory_occupation(None) == "resumed"
         assert len(lines) == 1
+        gone = server.group(group)
+        served = gone.ca_comm
+        gone.destroy()
+        assert gone.ca_comm is None and served.comm is None and sglang.made == [tp.ca_comm]
         with (
             mock.patch.object(ServerGroup, "suspend", return_value="graphs"),
             mock.patch.object(ServerGroup, "resume", return_value="none"),
@@ -364,6 +386,14 @@ def test_who_asks_and_what_fits() -> None:
         server.hooks.clear()
         sglang.register()
         assert not server.hooks and lines[0].endswith("everything (its platform does not fit (allowed=cuda, cpu))")
+
+
+def test_a_switch_that_is_none_stops_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(names=None) as (server, lines):
+        monkeypatch.setenv("SIDELANE_SERVERS", "yes")
+        sglang.register()
+        assert not server.hooks and [line.partition(" ")[0] for line in lines] == ["ERROR"]
+        assert "nothing was replaced" in lines[0]
 
 
 def test_the_entry_point_imports_no_server() -> None:

@@ -73,7 +73,6 @@ def server(version: str = "0.33.0", *, invariant: bool = False, **platform: Any)
 
     for name in ("vllm", "vllm.utils", "vllm.compilation", "vllm.compilation.passes"):
         module(name)
-    module("vllm.logger", init_logger=logging.getLogger)
     module("vllm.envs", VLLM_BATCH_INVARIANT=invariant, compile_factors=lambda: {"a": 1})
     module("vllm.version", __version__=version)
     module("vllm.platforms", current_platform=type("Here", (Platform,), platform)())
@@ -104,6 +103,14 @@ def test_nothing_changes_unless_it_is_named(caplog: Any, monkeypatch: pytest.Mon
             monkeypatch.setenv("VLLM_PLUGINS", value)
         with server() as modules:
             assert registered(modules, caplog) == (OWN, [])
+
+
+def test_a_switch_that_is_none_stops_no_server(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setenv("SIDELANE_SERVERS", "yes")
+    with server() as modules:
+        name, (line,) = registered(modules, caplog)
+        assert name == OWN and "nothing was replaced" in line and "SIDELANE_SERVERS: not a switch" in caplog.text
 
 
 def test_what_is_replaced_is_said_once(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:

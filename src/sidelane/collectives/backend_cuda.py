@@ -367,6 +367,9 @@ class CudaMarkedWork(CudaWork):
         self._require_all_marks()
         return super().wait(timeout)
 
+    def is_completed(self) -> bool:
+        return not self._unmarked and super().is_completed()
+
     def _capture(self) -> None:
         self._loaded.run(0, (self._side.handle, True))
         self.end = StreamMark(self._side, self._backend.executor.watch)

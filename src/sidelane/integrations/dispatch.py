@@ -62,6 +62,7 @@ listed, since a rank knows its own only.
 """
 
 NEVER = (math.inf, math.inf)
+NO_ROW = ("", "", "", "", "")
 
 
 class GroupDispatcher:
@@ -141,17 +142,16 @@ class GroupDispatcher:
             with ranges.ObservedCall(operation.name, outputs, inputs, self.life.ranks, self.life.name) as observed:
                 observed.work = made = self.launch(operation, outputs, inputs, opts, args, detail, observed)
                 return made
-        if not (operation.repeats and outputs):
+        if not (operation.repeats and outputs) or outputs[0].layout is not torch.strided:  # sparse: it has no nbytes
             return self._run(GroupCall(operation, outputs, inputs, opts, args), observed)
         tensors, first = (*outputs, *inputs), outputs[0]
         device, is_async = first.device, opts.asyncOp
         key = (operation.name, detail, first.dtype, device)
-        repeated, nbytes = self._repeated.get(key), max(first.nbytes, tensors[-1].nbytes)
-        if operation.has_lists:
-            nbytes = calls.larger_bytes(outputs, inputs)
+        repeated, has_lists = self._repeated.get(key), operation.has_lists
+        nbytes = calls.larger_bytes(outputs, inputs) if has_lists else max(first.nbytes, tensors[-1].nbytes)
         is_left = nbytes > MOST_STAGED.get(operation, NEVER)[is_async] and self._may_leave(tensors, device.type)
-        row = self._left.get((key, is_async, nbytes)) if is_left and self._coalescing is None else None
-        if row is not None and row[-1] and are_plain(tensors, *key[2:]) and not self._captures():
+        row = self._left.get((key, is_async, nbytes), NO_ROW) if is_left and self._coalescing is None else NO_ROW
+        if row[-1] and are_plain(tensors, *key[2:]) and not self._captures():
             self.ledger.note(row, "", nbytes)
             make = functools.partial(self._make_by_library, operation.method, args, range(len(self.life.ranks)))
             return self.life.orders[device.type].other(make, tensors, is_async)
@@ -233,7 +233,8 @@ class GroupDispatcher:
     def _slower_staged(self, call: GroupCall, device: str) -> str:
         """Return the reason why NCCL makes a call on ordinary tensors, as staging takes longer; "" if it does not.
 
-        Collective for the first call of a size: the ranks find out together if some of them have symmetric tensors.
+        Collective for the first call of a size: the ranks find out together if some of them have symmetric tensors. In
+        later calls nothing is compared: a rank with a symmetric tensor makes a call that the others wait for in NCCL.
         """
         most = MOST_STAGED.get(call.operation, NEVER)[call.is_async]
         if call.nbytes <= most or self.names.get(device) != "nccl":

@@ -9,7 +9,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ SUMMED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64
 
 _NORMALISED = SUMMED[:3]
 _MOST_FUSED_RANKS = 8
+_SUSPENDED = "suspended"
 
 
 class ServerGroup:
@@ -59,7 +61,7 @@ class ServerGroup:
         self._then, self._group = then, group
         self._device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self._batch_invariant = batch_invariant
-        self._is_captured = self._is_suspended = False
+        self._is_captured = False
         self.comm: Communicator | None = None
         self.reason = ""
         self.counts: collections.Counter[str] = collections.Counter()
@@ -111,21 +113,18 @@ class ServerGroup:
         """Return the sum over the ranks in a new tensor; None if neither takes it."""
         found = self.all_reduce(input)
         if found is None and self._is_theirs(input):
-            theirs: torch.Tensor | None = self._then.custom_all_reduce(input)
-            return theirs
+            found = self._then.custom_all_reduce(input)
         return found
 
     def _is_theirs(self, tensor: torch.Tensor) -> bool:
         return self._then is not None and not self._then.disabled and bool(self._then.should_custom_ar(tensor))
 
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
-        """Stand around the warm-up and the capture of CUDA graphs, as servers do.
+    def capture(self) -> AbstractContextManager[Any]:
+        """Return what stands around the warm-up and the capture of CUDA graphs, as servers do.
 
         Sidelane registers nothing afterwards. Calls in the warm-up are made, so that the capture finds them ready.
         """
-        with contextlib.nullcontext() if self._then is None else self._then.capture():
-            yield
+        return contextlib.nullcontext() if self._then is None else self._then.capture()
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return the sum of everyone's ``input``.
@@ -226,28 +225,6 @@ class ServerGroup:
         self._counted("broadcast").broadcast(tensor, root=root)
         return tensor
 
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-    ) -> torch.Tensor | None:
-        """Send part j of ``input`` to rank j and return ``output``, with part i from rank i.
-
-        Args:
-            output: tensor for the result.
-            input: tensor of the same dtype.
-            output_split_sizes: rows of dimension 0 from each rank; None for equal parts.
-            input_split_sizes: rows of dimension 0 for each rank; None for equal parts. Uneven parts are compared on the
-                host at every call, and their call is not made while a graph is captured.
-        """
-        if self.comm is None or not (output.is_contiguous() and input.is_contiguous()):
-            return None
-        splits = output_split_sizes, input_split_sizes
-        self._counted("all_to_all").all_to_all(output, input, output_split_sizes=splits[0], input_split_sizes=splits[1])
-        return output
-
     def normalises(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Return whether :meth:`all_reduce_rms_norm` takes a sum [tokens, hidden] and a weight [hidden]."""
         return (
@@ -314,13 +291,12 @@ class ServerGroup:
         self.comm.barrier()
         self.comm.synchronize()
         self.comm.close()
-        self.comm, self._is_suspended, self.reason = None, True, "suspended"
+        self.comm, self.reason = None, _SUSPENDED
         return ""
 
     def resume(self) -> str:
         """Take the memory again that :meth:`suspend` has released, with all ranks; return why not, or an empty text."""
-        if self._is_suspended:
-            self._is_suspended = False
+        if self.reason == _SUSPENDED:
             self._join()
         return self.reason
 
@@ -333,6 +309,9 @@ class ServerGroup:
 
     def close(self) -> None:
         """Release the communicator, and the server's own object if it can be closed. Not a collective."""
+        then, self._then = self._then, None
+        if hasattr(then, "close"):
+            then.close()
         if self.comm is not None:
             self.comm.close()
             self.comm, self.reason = None, "closed"

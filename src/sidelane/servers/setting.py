@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from sidelane import config
 from sidelane.version import VERSION
 
 NAME = "sidelane"
 """Name of the plug-ins, in the entry points of both servers."""
+
+
+def register(server: str, variable: str, replace: Callable[[], None]) -> None:
+    """Replace what a plug-in replaces, if :func:`is_named` says so. What is raised is logged, and the server starts.
+
+    Args:
+        server: name of the server.
+        variable: server's list of plug-ins by name.
+        replace: function of the plug-in that replaces what it can, or logs why it does not.
+    """
+    try:
+        if is_named(variable):
+            replace()
+    except Exception:
+        logging.getLogger(f"{server}.{NAME}").exception("Sidelane %s: nothing was replaced", VERSION)
 
 
 def is_named(variable: str) -> bool:

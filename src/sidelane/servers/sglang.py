@@ -14,15 +14,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from sidelane.ops.rms_norm import MOST_TOKENS
-from sidelane.servers.group import ServerGroup
-from sidelane.servers.setting import is_named, line, misfit
+from sidelane.servers import setting
+from sidelane.servers.group import SUMMED, ServerGroup
+from sidelane.servers.setting import line, misfit
 
 FIRST, LAST = "0.5.12", "0.5.15"
 """Versions that fit: their names are those of ``tests/clients/server_contracts.py``; the last one's engine was run, too."""
@@ -44,10 +45,12 @@ made: list[ServerGroup] = []
 def register() -> None:
     """Register hooks for what Sidelane replaces, if SGLang was asked to use Sidelane.
 
-    It is the entry point ``sidelane`` of the group ``sglang.srt.plugins``. SGLang logs what it raises, and goes on.
+    It is the entry point ``sidelane`` of the group ``sglang.srt.plugins``. It raises nothing.
     """
-    if not is_named("SGLANG_PLUGINS"):
-        return
+    setting.register("sglang", "SGLANG_PLUGINS", _replace)
+
+
+def _replace() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import is_cpu, is_cuda
     from sglang.version import __version__ as version
@@ -75,8 +78,10 @@ def hooks(is_cpu: bool) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {
         f"{_CUSTOM}.dispatch_custom_allreduce": _dispatch,
         f"{_STATE}.set_custom_all_reduce": _enable,
-        f"{_STATE}.GroupCoordinator._reduce_scatter_tensor": _reduce_scatter,
-        f"{_STATE}.GroupCoordinator._all_gather_into_tensor": _all_gather,
+        "sglang.srt.server_args.ServerArgs._handle_deterministic_inference": _note_refusal,
+        f"{_STATE}.GroupCoordinator.destroy": _destroy,
+        f"{_STATE}.GroupCoordinator._reduce_scatter_tensor": _moves(ServerGroup.reduce_scatter, SUMMED),
+        f"{_STATE}.GroupCoordinator._all_gather_into_tensor": _moves(ServerGroup.all_gather, None),
         "sglang.srt.layers.communicator.apply_flashinfer_allreduce_fusion": _fuses,
         f"sglang.srt.layers.flashinfer_comm_fusion.{_FUSED}": _norm(),
         f"{module}.{owner}.release_memory_occupation": _release,
@@ -93,11 +98,21 @@ def _is_deterministic() -> bool:
     return bool(envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get())
 
 
+def _note_refusal(original: Callable[..., None], arguments: Any) -> None:
+    """Note whether the user has switched custom all-reduces off, before SGLang does so; workers get it, too."""
+    arguments.refuses_sidelane = arguments.disable_custom_all_reduce
+    original(arguments)
+
+
 def _enable(original: Callable[..., None], enable: bool) -> None:
-    """Leave custom all-reduces on in deterministic mode, for which SGLang switches its own off."""
-    if not (enable or _is_deterministic()):
+    """Leave custom all-reduces on in deterministic mode, unless the user and not SGLang has switched them off."""
+    from sglang.srt.server_args import get_global_server_args
+
+    if _is_deterministic() and not getattr(get_global_server_args(), "refuses_sidelane", False):
+        enable = True
+    if not enable:
         announce((), (("everything", "--disable-custom-all-reduce"),))
-    original(enable or _is_deterministic())
+    original(enable)
 
 
 def _dispatch(original: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
@@ -143,18 +158,24 @@ def _is_symmetric() -> bool:
     return bool(is_symmetric_memory_enabled())
 
 
-def _reduce_scatter(original: Callable[..., Any], group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
-    served = _of(group)
-    if served is not None and served.takes(input, output) and not _is_symmetric():
-        return served.reduce_scatter(input, output)
-    return original(group, output, input)
+def _moves(call: Callable[..., Any], dtypes: Sequence[torch.dtype] | None) -> Callable[..., Any]:
+    """Return the hook of a reduce-scatter or an all-gather: ``call`` of Sidelane for these dtypes (None: any)."""
+
+    def hook(original: Callable[..., Any], group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
+        served = _of(group)
+        if served is not None and served.takes(input, output, dtypes=dtypes) and not _is_symmetric():
+            return call(served, input, output)
+        return original(group, output, input)
+
+    return hook
 
 
-def _all_gather(original: Callable[..., Any], group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
-    served = _of(group)
-    if served is not None and served.takes(input, output, dtypes=None) and not _is_symmetric():
-        return served.all_gather(input, output)
-    return original(group, output, input)
+def _destroy(original: Callable[..., None], group: Any) -> None:
+    """Release what Sidelane has made for a group that SGLang destroys."""
+    if group.ca_comm in made:
+        made.remove(group.ca_comm)
+        group.ca_comm.close()
+    original(group)
 
 
 def _all_reduce_of_cpus(original: Callable[..., Any], group: Any, input_: torch.Tensor) -> Any:

@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 
+from sidelane.servers import setting
 from sidelane.servers.group import ServerGroup
-from sidelane.servers.setting import NAME, is_named, line, misfit
+from sidelane.servers.setting import NAME, line, misfit
 from sidelane.version import VERSION
 
-VARIABLE = "VLLM_PLUGINS"
 FIRST, LAST = "0.22.0", "0.33.0"
 """Versions of vLLM that fit: the first and the last one whose classes the tests have been run with."""
 
+LOG = logging.getLogger(f"vllm.{NAME}")
 PLATFORMS = ("cuda", "cpu")
 _WITHOUT_COLLECTIVES = ("world", "pp")
 _NAMED = "sidelane.servers.vllm.DeviceCommunicator"
@@ -37,18 +38,10 @@ def register() -> None:
 
     It is the entry point ``sidelane`` of the group ``vllm.general_plugins``. It raises nothing: vLLM would not start.
     """
-    if not is_named(VARIABLE):
-        return
-    from vllm.logger import init_logger
-
-    logger = init_logger(f"vllm.{NAME}")
-    try:
-        _replace(logger)
-    except Exception:
-        logger.exception("Sidelane %s: nothing was replaced", VERSION)
+    setting.register("vllm", "VLLM_PLUGINS", _replace)
 
 
-def _replace(logger: Any) -> None:
+def _replace() -> None:
     from vllm import envs
     from vllm.platforms import current_platform
     from vllm.version import __version__ as version
@@ -60,11 +53,11 @@ def _replace(logger: Any) -> None:
     if current_platform.device_type not in PLATFORMS or current_platform.is_rocm():
         problem = f"{problem or 'its platform'} (value={current_platform.device_name}, allowed={', '.join(PLATFORMS)})"
     if problem:
-        logger.warning(line("vllm", version, [], {"everything": problem}))
+        LOG.warning(line("vllm", version, [], {"everything": problem}))
         return
     kept: dict[str, str] = {}
-    replaced = [base_name(current_platform).rpartition(".")[2]]
-    _given["communicator"] = base_name(current_platform)
+    _given["communicator"] = own = platform.get_device_communicator_cls()
+    replaced = [own.rpartition(".")[2]]
     if envs.VLLM_BATCH_INVARIANT:
         kept["AllReduceFusionPass"] = "batch-invariant mode: the operator does not round the sum, which vLLM does"
     else:
@@ -77,18 +70,13 @@ def _replace(logger: Any) -> None:
     factors = envs.compile_factors
     envs.compile_factors = lambda: {**factors(), NAME: VERSION}  # key of the cache of compiled models
     _given["line"] = line("vllm", version, replaced, kept)
-    _log(logger)
+    _log()
 
 
-def _log(logger: Any) -> None:
+def _log() -> None:
     """Write the line about what was replaced, once in a process: some set up vLLM's logger after its plug-ins."""
-    if "line" in _given and logger.isEnabledFor(logging.INFO):
-        logger.info(_given.pop("line"))
-
-
-def base_name(platform: Any) -> str:
-    """Return the full name of the platform's own class of communicators."""
-    return platform.get_device_communicator_cls()
+    if "line" in _given and LOG.isEnabledFor(logging.INFO):
+        LOG.info(_given.pop("line"))
 
 
 def __getattr__(name: str) -> Any:
@@ -108,9 +96,6 @@ def device_communicator(base: Any) -> Any:
         base: ``CudaCommunicator`` or ``CpuCommunicator``.
     """
     from vllm import envs
-    from vllm.logger import init_logger
-
-    logger = init_logger(f"vllm.{NAME}")
 
     class DeviceCommunicator(base):
         """vLLM's communicator of a group. A call that ``sidelane`` does not take is that of the base class.
@@ -123,7 +108,7 @@ def device_communicator(base: Any) -> Any:
 
         def __init__(self, cpu_group: Any, *args: Any, **options: Any) -> None:
             super().__init__(cpu_group, *args, **options)
-            _log(logger)
+            _log()
             kind = self.unique_name.partition(":")[0]
             if self.world_size == 1 or kind in _WITHOUT_COLLECTIVES:
                 return
@@ -132,7 +117,7 @@ def device_communicator(base: Any) -> Any:
                 cpu_group, self.device, then=theirs, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT)
             )
             if self.sidelane.reason:
-                logger.warning("Sidelane: group %s stays vLLM's: %s", self.unique_name, self.sidelane.reason)
+                LOG.warning("Sidelane: group %s stays vLLM's: %s", self.unique_name, self.sidelane.reason)
             if theirs is not None:
                 self.ca_comm = self.sidelane
 
@@ -157,13 +142,11 @@ def device_communicator(base: Any) -> Any:
         def all_gatherv(self, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
             inputs = [input_] if isinstance(input_, torch.Tensor) else input_
             if dim == 0 and self.sidelane is not None and all(each.dim() for each in inputs):
-                found = [self.sidelane.all_gatherv(each, self._sizes(each, sizes)) for each in inputs]
+                rows = [sizes or [each.shape[0]] * self.world_size for each in inputs]
+                found = [self.sidelane.all_gatherv(*each) for each in zip(inputs, rows, strict=True)]
                 if all(each is not None for each in found):
                     return found[0] if isinstance(input_, torch.Tensor) else found
             return super().all_gatherv(input_, dim, sizes)
-
-        def _sizes(self, input_: torch.Tensor, sizes: list[int] | None) -> list[int]:
-            return [input_.shape[0]] * self.world_size if sizes is None else sizes
 
         def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
             found = self._reduced(input_, dim, None)
@@ -200,12 +183,12 @@ def device_communicator(base: Any) -> Any:
         def suspend(self) -> None:
             super().suspend()
             if self.sidelane is not None and (why := self.sidelane.suspend()):
-                logger.warning("Sidelane: group %s was not suspended: %s", self.unique_name, why)
+                LOG.warning("Sidelane: group %s was not suspended: %s", self.unique_name, why)
 
         def resume(self) -> None:
             super().resume()
             if self.sidelane is not None and (why := self.sidelane.resume()):
-                logger.warning("Sidelane: group %s was not resumed: %s", self.unique_name, why)
+                LOG.warning("Sidelane: group %s was not resumed: %s", self.unique_name, why)
 
         def destroy(self) -> None:
             super().destroy()

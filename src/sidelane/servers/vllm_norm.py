@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import fx
 from sidelane.servers.setting import NAME
 from sidelane.version import VERSION
 
+LOG = logging.getLogger(f"vllm.{NAME}")
 QUANTIZES = "RMSNormQuantFusionPass"
 """Pass of vLLM that fuses a norm and the quantization behind it: all-reduces come before."""
 
@@ -212,11 +214,9 @@ def _pass_of(base: Any) -> Any:
 
         def __call__(self, graph: fx.Graph) -> None:
             found = fuse(graph)
-            init_logger(f"vllm.{NAME}").debug("Sidelane: %d all-reduces and norms of a graph are one call each", found)
+            LOG.debug("Sidelane: %d all-reduces and norms of a graph are one call each", found)
 
         def uuid(self) -> str:
             return f"{NAME} {VERSION}"
-
-    from vllm.logger import init_logger
 
     return AllReduceNormPass
