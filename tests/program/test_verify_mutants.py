@@ -128,8 +128,9 @@ def test_no_handshake_can_be_left_out(collective: Collective) -> None:
 
 @pytest.mark.parametrize(("variant", "implied"), [("b2b", 0), ("chunked", 12)])
 def test_an_all_reduce_among_others_needs_its_handshakes(variant: str, implied: int) -> None:
-    """In pieces, the result of a part says that the part was read, so its exit is implied; and the first entries are for
-    programs whose flags lie elsewhere (``builders.registry``), which these are not.
+    """In pieces, the result of a part says that the part was read, so its exit is implied.
+
+    The first entries are for programs whose flags lie elsewhere (``builders.registry``), which these are not.
     """
     program = build(all_reduce([8] * 3, SUM), variant)
     # One overwrites results that a slow peer may still pull, the other one's peers push into slots still in use.
