@@ -6,9 +6,11 @@ import contextlib
 import gc
 import itertools
 import json
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -396,11 +398,61 @@ def test_fsdp_is_enabled_by_the_group_without_a_line(group: dist.ProcessGroup) -
         del second, third, enabled
         gc.collect()
         assert not any(one() for one in dropped)
-        lanes = ours.fsdp
-        assert lanes is not None and lanes.memory().reserved
+        lanes = ours.fsdp_lanes
+        assert lanes[0].memory().reserved
         dist.destroy_process_group(ours)
+        assert sys.modules[torch_world.PARAM_GROUP].foreach_all_gather.__module__.startswith("torch.")  # as before
         with pytest.raises(sidelane.CommunicatorClosedError):
-            lanes.gather.barrier()
+            lanes[0].barrier()
+
+
+@on_ranks(2, gpu=default_stream)
+def test_models_on_a_group_share_no_buffers(group: dist.ProcessGroup) -> None:
+    """Models that are dropped gathered, as an evaluation leaves them, and that Python collects on one rank earlier than
+    on the other leave nothing to later ones; then their memory is used again. The lanes have the group's time-outs, and
+    ``disable`` leaves nothing of the group's."""
+    from torch.distributed.fsdp import fully_shard
+
+    from sidelane.integrations import torch_world
+    from sidelane.integrations.fsdp_calls import param_groups
+
+    device = torch.get_default_device()
+    here = mock.patch.object(torch_world, "FSDP_DEVICES", (device.type,))
+    with here, sidelane_group(group) as wrapped, torch.no_grad():
+        ours = dist.split_group(wrapped, [list(range(group.size()))], timeout=timedelta(seconds=77))
+        assert ours is not None
+        x = torch.arange(26.0, device=device).view(2, 13)
+        expected = model()(x)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(4):
+                net, mesh = model(), DeviceMesh.from_group(ours, device.type)
+                fully_shard(net[0], mesh=mesh)
+                fully_shard(net, mesh=mesh)  # the root has parameters, which stay
+                torch.testing.assert_close(net(x), expected, rtol=1e-5, atol=1e-5)
+                del net
+                if group.rank() == 0:
+                    gc.collect()
+        finally:
+            gc.enable()
+        timeouts = [lane.calls.config.timeout_s for lane in ours.fsdp_lanes]
+        ours.set_timeout(timedelta(seconds=66))  # as torch's _set_pg_timeout
+        assert timeouts == [77, 77] and [lane.calls.config.timeout_s for lane in ours.fsdp_lanes] == [66, 66]
+        used = []
+        for width in (1024, 16):
+            layer = fully_shard(torch.nn.Linear(width, width), mesh=DeviceMesh.from_group(ours, device.type))
+            layer(torch.ones(1, width))
+            used.append(ours.fsdp_lanes[0].memory().used)
+            (params,) = param_groups(layer)
+            assert "set_allocate_memory_from_process_group" in vars(params)
+            fsdp.enable(layer).disable()
+            assert "set_allocate_memory_from_process_group" not in vars(params)
+            del layer, params
+            gc.collect()
+            dist.barrier(ours)
+        assert used[0] >= 1 << 22 > 1 << 14 >= used[1]
+        dist.destroy_process_group(ours)
 
 
 def train_in_symmetric_memory(group: dist.ProcessGroup, ask: Callable[[torch.nn.Module], None]) -> Any:

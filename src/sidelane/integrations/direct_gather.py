@@ -282,10 +282,11 @@ def replace_functions(user: DirectGather) -> None:
                 setattr(_fsdp_param_group, name, ours)
 
 
-def restore_functions(user: DirectGather) -> None:
-    """Restore torch's own functions when no user needs ours any more. Idempotent."""
+def restore_functions(user: DirectGather | None = None) -> None:
+    """Restore torch's own functions when no user, but for the given one, needs ours any more. Idempotent."""
     with _changing:
-        _users.discard(user)
+        if user is not None:
+            _users.discard(user)
         if not _users:
             while _TORCHS:
                 setattr(_fsdp_param_group, *_TORCHS.popitem())

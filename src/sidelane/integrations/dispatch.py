@@ -233,7 +233,8 @@ class GroupDispatcher:
     def _slower_staged(self, call: GroupCall, device: str) -> str:
         """Return the reason why NCCL makes a call on ordinary tensors, as staging takes longer; "" if it does not.
 
-        Collective for the first call of a size: the ranks find out together if some of them have symmetric tensors.
+        Collective for the first call of a size: the ranks find out together if some of them have symmetric tensors. In
+        later calls nothing is compared: a rank with a symmetric tensor makes a call that the others wait for in NCCL.
         """
         most = MOST_STAGED.get(call.operation, NEVER)[call.is_async]
         if call.nbytes <= most or self.names.get(device) != "nccl":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from sidelane import config as settings
@@ -25,15 +27,24 @@ from sidelane.config import COMPUTE, Config
 from sidelane.errors import Page, UnavailableError, explained, in_no_order, see
 from sidelane.integrations import direct_gather
 from sidelane.integrations.calls import GroupReduction, dtype_name
-from sidelane.integrations.fsdp_group import FsdpGroup, make_fsdp_group
+from sidelane.integrations.fsdp_group import FsdpGroup, calls_on, make_fsdp_group, make_lanes
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.memory.allocator import MemoryUse
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
 
 OTHER_GROUP = "another group than that of the shards"
 
+TORCHS = (
+    *(_fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultReduceScatter),
+    *(_fsdp_collectives.ProcessGroupAllocAllGather, _fsdp_collectives.ProcessGroupAllocReduceScatter),
+)
+"""FSDP2's own collectives, by its own choice."""
+
 BY_GROUP = "_sidelane"
-"""Attribute of a parameter group: handle of what its Sidelane group has changed."""
+"""Attribute of a parameter group: handle of what its Sidelane group has changed; None once the program has enabled it.
+
+The communication context that all of a root module's parameter groups share has the attribute, too: calls by group.
+"""
 
 
 @explained(Page.FSDP)
@@ -65,8 +76,9 @@ def enable(model: nn.Module, *, config: Config | None = None, zero_copy: bool = 
         text = f"fsdp.enable: the model has no module that fully_shard was applied to (value={type(model).__name__})"
         raise see(ValueError(text), Page.FSDP)
     for shard in shards:
-        if (by_group := vars(shard).pop(BY_GROUP, None)) is not None:
+        if (by_group := vars(shard).get(BY_GROUP)) is not None:
             by_group.disable()
+        setattr(shard, BY_GROUP, None)
     if any(isinstance(shard._all_gather_comm, Gather) for shard in shards):
         raise see(ValueError("fsdp.enable: it is on for this model: disable it first"), Page.FSDP)
     enabled, chosen = EnabledFsdp({}), settings.current() if config is None else config
@@ -83,24 +95,37 @@ def enable(model: nn.Module, *, config: Config | None = None, zero_copy: bool = 
 def enable_by_group(params: Any, group: Any) -> None:
     """Let Sidelane make the calls of a parameter group whose shards belong to a Sidelane group. Collective.
 
-    They are those of :func:`enable`, with lanes that end with the group. Nothing changes, on all ranks alike, if
-    Sidelane makes no calls on such tensors, or if the group is on several nodes, whose steps it makes by itself.
+    They are those of :func:`enable`, with lanes that end with the group. FSDP2 knows the root module by now, which has
+    a ring and buffers of its own. Nothing changes, on all ranks alike, if Sidelane makes no calls on such tensors, if
+    the group is on several nodes, whose steps it makes by itself, or if the program has collectives of its own.
 
     Args:
         params: torch's ``FSDPParamGroup``.
         group: the group, a :class:`sidelane.integrations.process_group.SidelaneGroup`.
     """
+    if BY_GROUP in vars(params) or not all(
+        isinstance(each, TORCHS) for each in (params._all_gather_comm, params._reduce_scatter_comm)
+    ):
+        return
+    config = group.config()
     try:
         group.communicator(params.device)
-        if group.fsdp is None:
-            group.fsdp = make_fsdp_group(group, params.device, settings.current(), Counter())
-            group.at_end(group.fsdp.close)
+        if not group.fsdp_lanes:
+            group.fsdp_lanes = make_lanes(group, params.device, config)
+            group.at_end(group.fsdp_lanes[0].close)
+            group.at_end(direct_gather.restore_functions)
     except UnavailableError:
         return
-    enabled = EnabledFsdp({group: group.fsdp})
-    enabled._take(params, settings.current(), direct_gather.objection())
+    by_group: dict[Any, FsdpGroup] = vars(params.comm_ctx).setdefault(BY_GROUP, {})
+    if group not in by_group:
+        by_group[group] = calls_on(group.fsdp_lanes, group, Counter())
+        end = weakref.WeakMethod(by_group[group].close)  # it also drops the free buffers of a model that lives on
+        group.at_end(lambda: None if (close := end()) is None else close())
+    enabled = EnabledFsdp({group: by_group[group]})
+    enabled._take(params, config, direct_gather.objection())
     setattr(params, BY_GROUP, enabled)
     params.set_allocate_memory_from_process_group = lambda enable: None  # its buffers are symmetric already
+    enabled._undo.callback(vars(params).pop, "set_allocate_memory_from_process_group", None)
 
 
 class EnabledFsdp:

@@ -44,9 +44,9 @@ class Ring:
     do not communicate for that; they rely on program order: ranks train one model, so FSDP2 gathers and frees its
     layers in one order on all of them, and a buffer is free when FSDP2 frees its last parameter
     (``RingPart.release``), even if other references to it remain. The order of references would not be the same on all
-    ranks: threads of other backends, and Python's collector of cycles, drop theirs at any time. If a gather is dropped
-    before its parameters had it (an error, which ends the communicator on all ranks), the last reference releases the
-    buffer.
+    ranks: threads of other backends, and Python's collector of cycles, drop theirs at any time. So a buffer that is
+    dropped with its model or its gather does not come back: it goes to the allocator, whose ranks compare what they
+    have dropped.
 
     Args:
         allocate: function that returns a new buffer of so many bytes. Collective.
@@ -93,8 +93,7 @@ class Ring:
 
     def _came_back(self, whole: torch.Tensor) -> None:
         # FSDP2 has just freed the parameters, on the stream that has computed with them.
-        if not sys.is_finalizing():
-            self._free.append(_Free(whole, self._handle.current_stream().record_event(), self._phase))
+        self._free.append(_Free(whole, self._handle.current_stream().record_event(), self._phase))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -115,8 +114,7 @@ class RingPart:
 
     Attributes:
         memory: bytes of the parameter, with a storage of their own.
-        release: function that gives it back once, however often it is called, and with the last reference at the
-            latest.
+        release: function that gives it back once, however often it is called.
     """
 
     memory: torch.Tensor
@@ -135,14 +133,13 @@ def cut(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], free:
         whole: the buffer.
         offsets: offset of each part in bytes.
         sizes: size of each part in bytes; 0 for parts without memory.
-        free: function called when all parts were given back.
+        free: function called when all parts were released. If some were dropped before, it is not called.
     """
     count = _Countdown(sum(map(bool, sizes)), free)
     made = []
     for offset, nbytes in zip(offsets, sizes, strict=True):
         if nbytes:
-            once = _Once(count)
-            made.append(RingPart(storage_of(whole, offset, nbytes, once), once))
+            made.append(RingPart(storage_of(whole, offset, nbytes, lambda: None), _Once(count)))
         else:
             made.append(RingPart.empty(whole.device))
     return made
@@ -273,6 +270,37 @@ class FsdpGroup:
         self._ledger.note((f"fsdp {kind}", dtype_name(dtype), self.device.type, where, why), "", nbytes)
 
 
+def make_lanes(group: dist.ProcessGroup, device: torch.device, config: Config) -> list[Communicator]:
+    """Make the two lanes of a group on one machine, for :func:`calls_on`. Collective."""
+    with contextlib.ExitStack() as stack:
+        first = Communicator(group, device=device, config=config, name=f"fsdp {LANES[0]}")
+        stack.callback(first.close)
+        lanes = [first, *(Communicator(first, name=f"fsdp {name}") for name in LANES[1:])]
+        stack.pop_all()
+        return lanes
+
+
+def calls_on(
+    lanes: Sequence[Communicator],
+    group: dist.ProcessGroup,
+    counts: Counter[str],
+    end: Sequence[Callable[[], None]] = (),
+) -> FsdpGroup:
+    """Make the calls of one model, with a ring and buffers of its own, on lanes that models may share.
+
+    Memory that a dropped model leaves is used again behind what the current stream computes with it. The arguments are
+    those of :class:`FsdpGroup`.
+    """
+    first = lanes[0]
+    first.backend.note_stream()
+    return FsdpGroup(
+        *(group, first.device, counts, lanes),
+        allocate=functools.partial(first.empty, dtype=torch.uint8),
+        buffers=FsdpBuffers(first),
+        end=end,
+    )
+
+
 def make_fsdp_group(group: dist.ProcessGroup, device: torch.device, config: Config, counts: Counter[str]) -> FsdpGroup:
     """Make the calls of a group; the ranks find out together whether the group spans machines.
 
@@ -283,12 +311,8 @@ def make_fsdp_group(group: dist.ProcessGroup, device: torch.device, config: Conf
     nodes = exchanged_nodes(exchange, "fsdp.enable", config)
     with contextlib.ExitStack() as stack:
         if not nodes.spans:
-            first = Communicator(group, device=device, config=config, name=f"fsdp {LANES[0]}")
-            stack.callback(first.close)
-            lanes = [first, *(Communicator(first, name=f"fsdp {name}") for name in LANES[1:])]
-            stack.pop_all()
-            allocate, buffers = functools.partial(first.empty, dtype=torch.uint8), FsdpBuffers(first)
-            return FsdpGroup(group, device, counts, lanes, allocate=allocate, buffers=buffers, end=[first.close])
+            lanes = make_lanes(group, device, config)
+            return calls_on(lanes, group, counts, end=[lanes[0].close])
         if choose_steps(Kind.ALL_GATHER, sys.maxsize, nodes).name == FLAT:
             return FsdpGroup(group, device, counts, nodes=nodes)
         store = dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/", exchange.store)

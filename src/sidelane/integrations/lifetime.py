@@ -207,6 +207,12 @@ class GroupLifetime:
         for communicator in list(self.communicators.values()):
             communicator.set_timeout(timeout.total_seconds())
 
+    def config(self) -> settings.Config:
+        """Return the settings of communicators that are made now."""
+        config = settings.current()
+        debug = config.debug or dist.get_debug_level() == dist.DebugLevel.DETAIL
+        return dataclasses.replace(config, timeout_s=self.timeout.total_seconds(), debug=debug)
+
     def communicator(self, where: torch.device) -> Communicator | NodesCommunicator | None:
         """Return the communicator of a device; None if the ranks found out together that there can be none."""
         made = self.communicators.get(where.type)
@@ -219,9 +225,7 @@ class GroupLifetime:
         self.require()
         if self.refusals[device]:
             return None
-        config = settings.current()
-        debug = config.debug or dist.get_debug_level() == dist.DebugLevel.DETAIL
-        config = dataclasses.replace(config, timeout_s=self.timeout.total_seconds(), debug=debug)
+        config = self.config()
         try:
             if self.nodes.spans:
                 from sidelane.integrations.nodes.communicator import NodesCommunicator

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT
+from sidelane.config import Config
 from sidelane.integrations import calls
 from sidelane.integrations.dispatch import GroupDispatcher
 from sidelane.integrations.fallback import FailedPeers, kinds, make_other
@@ -48,7 +49,7 @@ class SidelaneGroup(dist.ProcessGroup):
         wider: liveness of a group that contains this one (``memory.liveness``); None for none.
 
     Attributes:
-        fsdp: FsdpGroup of the calls on shards of this group; None before the first (``sidelane.fsdp``).
+        fsdp_lanes: lanes of FSDP2's calls on shards of this group; none before the first (``sidelane.fsdp``).
 
     Raises:
         ValueError: a setting is not allowed; the other ranks raise PeerError with the reason.
@@ -56,7 +57,7 @@ class SidelaneGroup(dist.ProcessGroup):
         PeerError: a rank died, or did not come.
     """
 
-    fsdp: Any = None
+    fsdp_lanes: Sequence[Communicator] = ()
 
     def __init__(
         self,
@@ -129,6 +130,10 @@ class SidelaneGroup(dist.ProcessGroup):
         if self._owned:
             self._other._set_group_desc(description)
 
+    def config(self) -> Config:
+        """Return the settings of communicators for this group, with its time-out."""
+        return self._lifetime.config()
+
     def at_end(self, function: Callable[[], None]) -> None:
         """Call a function before the group's communicators are closed."""
         self._lifetime.forgets += (function,)
@@ -196,6 +201,8 @@ class SidelaneGroup(dist.ProcessGroup):
         Among several nodes it applies to the calls within a node, and to the watchdog for late ranks elsewhere.
         """
         self._lifetime.set_timeout(timeout)
+        for lane in self.fsdp_lanes:
+            lane.set_timeout(timeout.total_seconds())
         self._other.set_timeout(timeout)
 
     # --- collectives --------------------------------------------------------------------------------------------------

@@ -144,18 +144,21 @@ def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) 
 
 
 def enable_fsdp(module: Any) -> None:
-    """Let new parameter groups of FSDP2, whose module this is, make their calls by Sidelane if their group is one."""
-    begin = module.FSDPParamGroup.__init__
+    """Let parameter groups of FSDP2, whose module this is, make their calls by Sidelane if their group is one.
 
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
-        begin(self, *args, **options)
+    FSDP2 prepares them before their first gather, when it knows the root module.
+    """
+    prepare = module.FSDPParamGroup.lazy_init
+
+    def lazy_init(self: Any) -> None:
+        prepare(self)
         group = getattr(self.mesh_info, "shard_process_group", None)
         if isinstance(group, SidelaneGroup) and self.device.type in FSDP_DEVICES:
             from sidelane.integrations.fsdp_calls import enable_by_group
 
             enable_by_group(self, group)
 
-    module.FSDPParamGroup.__init__ = __init__
+    module.FSDPParamGroup.lazy_init = lazy_init
 
 
 def _group_of(given: Sequence[Any]) -> object:
