@@ -114,7 +114,7 @@ class RingPart:
 
     Attributes:
         memory: bytes of the parameter, with a storage of their own.
-        release: function that gives it back once, however often it is called.
+        release: function that gives it back; its user calls it once.
     """
 
     memory: torch.Tensor
@@ -139,24 +139,10 @@ def cut(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], free:
     made = []
     for offset, nbytes in zip(offsets, sizes, strict=True):
         if nbytes:
-            made.append(RingPart(storage_of(whole, offset, nbytes, lambda: None), _Once(count)))
+            made.append(RingPart(storage_of(whole, offset, nbytes, lambda: None), count))
         else:
             made.append(RingPart.empty(whole.device))
     return made
-
-
-class _Once:
-    """Function that runs at its first call only, in whichever thread."""
-
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = [then]
-
-    def __call__(self) -> None:
-        try:
-            then = self._then.pop()
-        except IndexError:
-            return
-        then()
 
 
 class _Countdown:
