@@ -26,7 +26,7 @@ from sidelane.servers.group import SUMMED, ServerGroup
 from sidelane.servers.setting import line, misfit
 
 FIRST, LAST = "0.5.12", "0.5.15"
-"""Versions that fit: their names are those of ``tests/clients/contracts.py``; the last one's engine was run, too."""
+"""Versions that fit ``tests/clients/server_contracts.py``; the engine of the last one was run, too."""
 
 LOG = logging.getLogger("sglang.sidelane")
 
