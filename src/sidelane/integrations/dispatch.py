@@ -268,12 +268,11 @@ class GroupDispatcher:
     def _may_leave(self, tensors: Sequence[torch.Tensor], device: str) -> bool:
         """Return True if NCCL may make a large call: every tensor, or a copy of it, would be staged."""
         made = self.life.communicators.get(device)
-        if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING or len(self.life.ranks) == 1:
+        # Through host memory NCCL stages all of it as well, and the sizes are of GPUs with peers.
+        if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING or made.backend.through_host:
             return False
-        if made.backend.through_host:
-            return False  # all of it is staged there, by NCCL as well, and the sizes are of GPUs with peers
         direct = [each for each in tensors if each.layout is torch.strided and each.is_contiguous() and each.numel()]
-        return self.names.get(device) == "nccl" and all_ordinary(made.arguments, direct)
+        return len(self.life.ranks) > 1 and self.names.get(device) == "nccl" and all_ordinary(made.arguments, direct)
 
     def pass_on(
         self,
