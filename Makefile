@@ -82,7 +82,7 @@ test: $(READY) ## lint, check types, run every test that needs no GPU
 
 pytest: $(READY)
 	@echo "[sidelane] tests"
-	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long and not device" --most-cpu-seconds 5 $(TESTS)
+	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long and not device" --most-cpu-seconds 8 $(TESTS)
 
 test-long: $(READY) ## run the longer tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m "long and not device" $(TESTS)
@@ -117,7 +117,7 @@ test-steps: $(READY) ## train 10,000 steps of random sizes, and see that nothing
 	@STEPS="$(STEPS)" $(BIN)/python -m pytest tests/leaks
 
 test-clients: .venv-clients/.ready .venv-clients/sglang/.ready .venv-clients/vllm/.ready ## run accelerate, Trainer, Lightning, torchtitan, vLLM, SGLang and others between CPU ranks; 20 minutes
-	@for each in sglang vllm; do .venv-clients/$$each/bin/python tests/clients/contracts.py; done
+	@for each in sglang vllm; do .venv-clients/$$each/bin/python tests/clients/server_contracts.py; done
 	@CUDA_VISIBLE_DEVICES= .venv-clients/bin/python tests/clients/run.py $(CLIENTS)
 
 # An environment of their own: these programs want versions of packages that the tools here do not.

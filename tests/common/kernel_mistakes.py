@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from contracts import map_spans
-from shadows.arena import ARENA, cell_flag, loaded_flag
+from shadows.arena import ARENA, cell_flag, loaded_flag, once_flag
 from shadows.blocks import BLOCK_FLAGS, DONE
 
 from sidelane.program.collective import Buffer, Span
@@ -82,14 +82,16 @@ def without_phase(phase: int) -> Callable[[Program], Program]:
 def without_first_cell(program: Program) -> Program:
     """A cell of each sender and receiver that nobody looks at, as if another one vouched for it."""
     n = program.world_size
-    first = {cell_flag(0, sender, parity, n, 0).index for sender in range(n) for parity in range(2)}
+    flags = itertools.product((cell_flag, once_flag), range(n), range(2))
+    first = {flag_of(0, sender, parity, n, 0).index for flag_of, sender, parity in flags}
     return without_flags(program, lambda flag: flag.index in first)
 
 
 def without_barrier(program: Program) -> Program:
     """Threads store results where others have not loaded yet."""
-    first = loaded_flag(0, 0, program.world_size, 0).index
-    return without_flags(program, lambda flag: flag.index >= first)
+    n = program.world_size
+    first, last = loaded_flag(0, 0, n, 0).index, once_flag(0, 0, 0, n, 0).index - 1
+    return without_flags(program, lambda flag: first <= flag.index <= last)
 
 
 def one_flag_for_all_phases(program: Program) -> Program:

@@ -29,8 +29,9 @@ from torch.distributed import distributed_c10d as c10d
 import sidelane
 from sidelane import config
 from sidelane.collectives import backend_cpu, backend_cuda
-from sidelane.integrations import dispatch, ledger, lifetime, torch_world
+from sidelane.integrations import dispatch, ledger, lifetime, order, torch_world
 from sidelane.integrations.process_group import SidelaneGroup
+from sidelane.integrations.works import EndedWork
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
 NOT_GLOOS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16)
@@ -789,6 +790,26 @@ def forms_on_made_up_gpus(group: dist.ProcessGroup, seed: int) -> int:
 def test_every_form_on_the_path_of_gpus(pool: RankPool) -> None:
     for made in pool.run(forms_on_made_up_gpus, 2, 7):
         assert made > 80
+
+
+def test_asynchronous_calls_of_nccl_are_in_order_from_the_first_on() -> None:
+    """They run on the stream of Sidelane's, which may come later; in a graph, where the capture is."""
+    tensor, on = torch.zeros(1), list[int]()
+    with made_up_gpus(is_async=True) as driver:
+        streams = order.StreamOrder(mock.Mock)
+
+        def call() -> dist.Work:
+            on.append(driver.caller)
+            return EndedWork()
+
+        driver.begin_capture()
+        streams.other(call, [tensor], True)
+        driver.end_capture()
+        streams.other(call, [tensor], False)
+        streams.other(call, [tensor], True)
+        streams.run(call, [tensor], [tensor], True, timedelta())
+        assert on[:2] == [driver.caller] * 2 and on[2] == on[3] != driver.caller
+        driver.synchronize()
 
 
 @on_ranks(gpu=default_stream)

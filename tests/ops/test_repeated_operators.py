@@ -328,26 +328,36 @@ def test_kernels_of_ones_own(comm: Communicator, driver: LaunchingDriver, monkey
         call()
 
 
-def test_another_stream(comm: Communicator, driver: LaunchingDriver, watched: Watched) -> None:
-    call = repeated(watched, gemv(comm))
-    first, driver.caller = driver.caller, driver.create_stream()
-    driver.submitted.clear()
-    assert not watched.made(call)
-    assert driver.submitted == [("record", first), ("wait", driver.caller), ("launch", driver.caller)]
-    repeated(watched, call)
-    assert driver.launches[-1].stream == driver.caller
-    for _ in range(8):  # behind the other's work it is not its time, but it stays remembered
-        first, driver.caller = driver.caller, first
+@pytest.mark.parametrize("by_c", [True, False])
+def test_another_stream(driver: LaunchingDriver, watched: Watched, monkeypatch: pytest.MonkeyPatch, by_c: bool) -> None:
+    """Behind the other stream's work C orders a launch that it knows on this one; or Python, where C cannot."""
+    if not by_c:
+        monkeypatch.setattr(driver, "questions", lambda: LaunchingDriver.questions(driver)._replace(streams=()))
+    with Communicator(config=Config(profile="builtin")) as comm:
+        call = repeated(watched, gemv(comm))
+        first, driver.caller = driver.caller, driver.create_stream()
+        ordered = [("record", first), ("wait", driver.caller), ("launch", driver.caller)]
+        driver.submitted.clear()
         assert not watched.made(call)
+        assert driver.submitted == ordered
+        repeated(watched, call)
+        assert driver.launches[-1].stream == driver.caller
+        for _ in range(8):  # each launch stays cached
+            first, driver.caller = driver.caller, first
+            ordered = [("record", first), ("wait", driver.caller), ("launch", driver.caller)]
+            driver.submitted.clear()
+            assert watched.made(call) == by_c
+            assert driver.submitted == ordered
+            assert watched.made(call)
+            assert driver.submitted == [*ordered, ordered[-1]]
+        (launch,) = comm.cache[lookup].values()
+        assert len(launch.args[0].runs) == 2
+        comm.all_reduce(torch.ones(4))
         assert watched.made(call)
-    (launch,) = comm.cache[lookup].values()
-    assert len(launch.args[0].runs) == 2
-    comm.all_reduce(torch.ones(4))
-    assert watched.made(call)
-    driver.device_is_current = False
-    assert not watched.made(call)
-    driver.device_is_current = True
-    assert watched.made(call)
+        driver.device_is_current = False
+        assert not watched.made(call)
+        driver.device_is_current = True
+        assert watched.made(call)
 
 
 def test_captures_are_pythons(comm: Communicator, driver: LaunchingDriver, watched: Watched) -> None:

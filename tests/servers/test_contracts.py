@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "clients"))
-import contracts
+import server_contracts as contracts
 
 FILE = "made/up.py"
 TEXT = """

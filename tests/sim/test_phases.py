@@ -133,9 +133,9 @@ def test_variants_go_to_the_operations_that_have_them() -> None:
         *("copy b2b", "copy b2b+prelaunch", "copies b2b", "copies pcpy", "copies b2b+prelaunch"),
         *("all_to_all b2b", "all_to_all pcpy", "all_to_all swap", "all_to_all b2b+prelaunch"),
     ]
-    with pytest.raises(ValueError, match="value=bcst, allowed=b2b, pcpy, striped, swap, each also with"):
+    with pytest.raises(ValueError, match="value=bcst, allowed=b2b, chunked, pcpy, striped, swap, each also with"):
         operations(("all_to_all",), ("b2b", "bcst"), 64)
-    with pytest.raises(ValueError, match=r"value=bcst, allowed=b2b, pcpy, striped, each also with .prelaunch\)"):
+    with pytest.raises(ValueError, match=r"allowed=b2b, chunked, pcpy, striped, each also with .prelaunch\)"):
         operations(("copy", "copies"), ("bcst",), 64)
     with pytest.raises(ValueError, match="copy, copies"):
         operations(("move",), ("b2b",), 64)

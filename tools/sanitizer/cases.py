@@ -50,6 +50,7 @@ class Case:
         listed: a call with a list.
         odd: addresses are multiples of an element only.
         blocks: most thread blocks of a rank.
+        through_host: arenas and staging stand for host memory.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class Case:
     listed: bool = False
     odd: bool = False
     blocks: int = 0
+    through_host: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -91,7 +93,8 @@ class Case:
         parts = self.collectives()
         blocks = self.blocks or (NARROW_BLOCKS if Variant.of(self.variant).narrow else BLOCKS[self.ranks])
         moved = Batch(f"{self.kind} of a list", self.ranks, parts) if self.listed else parts[0]
-        return dataclasses.replace(kernel_program(moved, self.variant, **where), blocks=blocks)
+        made = kernel_program(moved, self.variant, **where, through_host=self.through_host)
+        return dataclasses.replace(made, blocks=blocks)
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +112,7 @@ class Case:
             "in place" if self.in_place and self.kind != Kind.BROADCAST else "",
             f"root {self.root}" if self.kind == Kind.BROADCAST else "",
             "odd addresses" if self.odd else "",
+            "through host memory" if self.through_host else "",
         ]
         return ", ".join(word for word in said if word)
 
@@ -129,7 +133,7 @@ class Case:
 
 def cases() -> tuple[Case, ...]:
     """All of them, in an order that stays: they are known by their numbers."""
-    return (*_moving(), *_broadcasting(), *_reducing(), *_narrow_and_sent(), *_lists(), *_local())
+    return (*_moving(), *_broadcasting(), *_reducing(), *_narrow_and_sent(), *_lists(), *_local(), *_through_host())
 
 
 def _moving() -> Iterator[Case]:
@@ -140,6 +144,19 @@ def _moving() -> Iterator[Case]:
             yield Case(kind, "one_shot", n, (odd,), symmetric=symmetric, odd=True)
         if n != 8:
             yield Case(kind, "one_shot", n, (even,), symmetric=symmetric, in_place=n == 4)
+
+
+def _through_host() -> Iterator[Case]:
+    # Words with flags, stored once for all peers from four ranks on; and chunks, of one tensor and of a list.
+    for n, kind in itertools.product(RANKS, ("all_gather", "all_to_all", "broadcast")):
+        place = {"in_place": kind == "broadcast", "through_host": True}
+        yield Case(kind, "one_shot", n, (4099,), odd=True, **place)
+        yield Case(kind, "one_shot", n, (700_001,), odd=True, **place)
+        yield Case(kind, "one_shot", n, (600_001, 4099, 96_000), listed=True, **place)
+    draw = _draw()
+    for n, kind, counts in itertools.product(RANKS, ("reduce_scatter", "all_reduce"), ((2503,), (300_001,))):
+        dtype, op = next(draw)
+        yield Case(kind, "one_shot", n, counts, dtype=dtype, op=op, odd=True, through_host=True)
 
 
 def _broadcasting() -> Iterator[Case]:

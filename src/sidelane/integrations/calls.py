@@ -2,6 +2,10 @@
 
 The choice depends only on facts that all ranks know alike: operation, dtype, layout, kind of device, and the shapes
 that every rank gives. Each rank handles by itself tensors that are not contiguous, not symmetric, or overlap.
+
+One choice depends on whether tensors are symmetric, too: NCCL makes large calls on ordinary ones
+(``dispatch.MOST_STAGED``). The ranks compare that in the first call of a size alone; in later ones it must be alike on
+all of them.
 """
 
 from __future__ import annotations

@@ -233,7 +233,8 @@ class GroupDispatcher:
     def _slower_staged(self, call: GroupCall, device: str) -> str:
         """Return the reason why NCCL makes a call on ordinary tensors, as staging takes longer; "" if it does not.
 
-        Collective for the first call of a size: the ranks find out together if some of them have symmetric tensors.
+        Collective for the first call of a size: the ranks find out together if some of them have symmetric tensors. In
+        later calls nothing is compared: a rank with a symmetric tensor makes a call that the others wait for in NCCL.
         """
         most = MOST_STAGED.get(call.operation, NEVER)[call.is_async]
         if call.nbytes <= most or self.names.get(device) != "nccl":
@@ -267,12 +268,11 @@ class GroupDispatcher:
     def _may_leave(self, tensors: Sequence[torch.Tensor], device: str) -> bool:
         """Return True if NCCL may make a large call: every tensor, or a copy of it, would be staged."""
         made = self.life.communicators.get(device)
-        if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING or len(self.life.ranks) == 1:
+        # Through host memory NCCL stages all of it as well, and the sizes are of GPUs with peers.
+        if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING or made.backend.through_host:
             return False
-        if made.backend.through_host:
-            return False  # all of it is staged there, by NCCL as well, and the sizes are of GPUs with peers
         direct = [each for each in tensors if each.layout is torch.strided and each.is_contiguous() and each.numel()]
-        return self.names.get(device) == "nccl" and all_ordinary(made.arguments, direct)
+        return len(self.life.ranks) > 1 and self.names.get(device) == "nccl" and all_ordinary(made.arguments, direct)
 
     def pass_on(
         self,

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import sys
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -114,7 +113,7 @@ class RingPart:
 
     Attributes:
         memory: bytes of the parameter, with a storage of their own.
-        release: function that gives it back once, however often it is called.
+        release: function that gives it back; its user calls it once.
     """
 
     memory: torch.Tensor
@@ -135,42 +134,19 @@ def cut(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], free:
         sizes: size of each part in bytes; 0 for parts without memory.
         free: function called when all parts were released. If some were dropped before, it is not called.
     """
-    count = _Countdown(sum(map(bool, sizes)), free)
+    before_last = iter(range(1, sum(map(bool, sizes))))  # threads may take from it
+
+    def release() -> None:
+        if next(before_last, None) is None:
+            free()
+
     made = []
     for offset, nbytes in zip(offsets, sizes, strict=True):
         if nbytes:
-            made.append(RingPart(storage_of(whole, offset, nbytes, lambda: None), _Once(count)))
+            made.append(RingPart(storage_of(whole, offset, nbytes, lambda: None), release))
         else:
             made.append(RingPart.empty(whole.device))
     return made
-
-
-class _Once:
-    """Function that runs at its first call only, in whichever thread."""
-
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = [then]
-
-    def __call__(self) -> None:
-        try:
-            then = self._then.pop()
-        except IndexError:
-            return
-        then()
-
-
-class _Countdown:
-    """Function that runs when it has been called so many times, in any threads."""
-
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
-        self._count, self._then, self._lock = count, then, threading.Lock()
-
-    def __call__(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count:
-                return
-        self._then()
 
 
 class FsdpGroup:

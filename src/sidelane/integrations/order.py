@@ -274,6 +274,8 @@ class StreamOrder:
 
     def other(self, call: Callable[[], dist.Work], tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work:
         """Make a call of the other group behind those of this one; the next call of this one comes behind it."""
+        if self._side is None and is_async and not torch.cuda.is_current_stream_capturing():
+            self._side = SideStream(tensors[0].device)  # calls of this one may come while it runs
         side = self._side
         if side is not None and not is_async:
             _wait_for(side)

@@ -26,7 +26,7 @@ from sidelane.servers.group import SUMMED, ServerGroup
 from sidelane.servers.setting import line, misfit
 
 FIRST, LAST = "0.5.12", "0.5.15"
-"""Versions that fit: their names are those of ``tests/clients/contracts.py``; the last one's engine was run, too."""
+"""Versions that fit ``tests/clients/server_contracts.py``; the engine of the last one was run, too."""
 
 LOG = logging.getLogger("sglang.sidelane")
 
@@ -194,17 +194,14 @@ def _groups() -> tuple[Any, Any]:
 
 def _fuses(original: Callable[[int], bool], batch_size: int) -> bool:
     """Return whether sums are made together with norms: where FlashInfer was to make them, and by Sidelane."""
-    if original(batch_size):
-        return True
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
     from sglang.srt.server_args import get_global_server_args
 
-    if not 0 < batch_size <= MOST_TOKENS or is_dp_attention_enabled():
-        return False
-    if getattr(get_global_server_args(), "enforce_disable_flashinfer_allreduce_fusion", False):
-        return False
+    is_off = getattr(get_global_server_args(), "enforce_disable_flashinfer_allreduce_fusion", False)
+    if is_off or is_dp_attention_enabled() or not 0 < batch_size <= MOST_TOKENS:
+        return original(batch_size)
     served = [(group.world_size, _of(group)) for group in _groups()]
-    return all(size == 1 or (each is not None and each.fuses()) for size, each in served)
+    return original(batch_size) or all(size == 1 or (each is not None and each.fuses()) for size, each in served)
 
 
 @functools.cache

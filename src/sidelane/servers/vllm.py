@@ -142,8 +142,7 @@ def device_communicator(base: Any) -> Any:
         def all_gatherv(self, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
             inputs = [input_] if isinstance(input_, torch.Tensor) else input_
             if dim == 0 and self.sidelane is not None and all(each.dim() for each in inputs):
-                rows = [sizes or [each.shape[0]] * self.world_size for each in inputs]
-                found = [self.sidelane.all_gatherv(*each) for each in zip(inputs, rows, strict=True)]
+                found = [self.sidelane.all_gatherv(each, sizes or [each.shape[0]] * self.world_size) for each in inputs]
                 if all(each is not None for each in found):
                     return found[0] if isinstance(input_, torch.Tensor) else found
             return super().all_gatherv(input_, dim, sizes)

@@ -10,7 +10,6 @@ not, vLLM's communicator and norm run one after the other.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import operator
@@ -22,19 +21,11 @@ from torch import fx
 from sidelane.servers.setting import NAME
 from sidelane.version import VERSION
 
-LOG = logging.getLogger(f"vllm.{NAME}")
 QUANTIZES = "RMSNormQuantFusionPass"
 """Pass of vLLM that fuses a norm and the quantization behind it: all-reduces come before."""
 
 _PLAIN, _FP8 = "all_reduce_rms_norm", "all_reduce_rms_norm_fp8"
 _library = torch.library.Library("sidelane_servers", "DEF")
-_library.define(
-    "all_reduce_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, str group) -> (Tensor, Tensor)"
-)
-_library.define(
-    "all_reduce_rms_norm_fp8(Tensor x, Tensor? residual, Tensor weight, float eps, str group, Tensor scale)"
-    " -> (Tensor, Tensor, Tensor)"
-)
 
 
 def _normalise(
@@ -91,13 +82,15 @@ def _shapes(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _shapes_fp8(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-    return torch.empty_like(x), torch.empty_like(x), torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    return *_shapes(x), torch.empty_like(x, dtype=torch.float8_e4m3fn)
 
 
-for _name, _made, _faked in (
-    ("all_reduce_rms_norm", _normalise, _shapes),
-    ("all_reduce_rms_norm_fp8", _normalise_fp8, _shapes_fp8),
+for _name, _made, _faked, _more, _quantized in (
+    (_PLAIN, _normalise, _shapes, "", ""),
+    (_FP8, _normalise_fp8, _shapes_fp8, ", Tensor scale", ", Tensor"),
 ):
+    _given = f"Tensor x, Tensor? residual, Tensor weight, float eps, str group{_more}"
+    _library.define(f"{_name}({_given}) -> (Tensor, Tensor{_quantized})")
     _library.impl(_name, _made, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sidelane_servers::{_name}", _faked, lib=_library)
 
@@ -134,8 +127,8 @@ def _is_fused(graph: fx.Graph, reduced: fx.Node) -> bool:
     name, scales = (_FP8, [quantized[0].kwargs["scale"]]) if quantized else (_PLAIN, [])
     operands = reduced.args[0], residual, weight, given["epsilon"], _named(reduced)["group_name"], *scales
     with graph.inserting_before(norm):
-        made = graph.call_function(_operator(name), operands)
-        made.meta["val"] = _values(made)
+        made = graph.call_function(getattr(torch.ops.sidelane_servers, name).default, operands)
+        made.meta["val"] = (_shapes_fp8 if quantized else _shapes)(reduced.meta["val"])  # later passes read it
         new = [graph.call_function(operator.getitem, (made, place)) for place in range(2 + len(quantized))]
     old = [normalised, totals, *(_parts(each, 1) for each in quantized)]
     for place, (nodes, one) in enumerate(zip(old, new, strict=True)):
@@ -173,19 +166,6 @@ def _dtype(node: Any) -> torch.dtype:
     return node.meta["val"].dtype
 
 
-def _operator(name: str) -> Any:
-    return getattr(torch.ops.sidelane_servers, name).default
-
-
-def _values(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """Return the results of an inserted node without content, as later passes of the compiler expect."""
-    x = node.args[0]
-    assert isinstance(x, fx.Node)
-    shapes = _shapes_fp8 if node.target is not _operator(_PLAIN) else _shapes
-    with x.meta["val"].fake_mode if hasattr(x.meta["val"], "fake_mode") else contextlib.nullcontext():
-        return shapes(x.meta["val"])
-
-
 def install() -> None:
     """Let vLLM's list of passes have the pass of this module, in the place of its own one."""
     from vllm.compilation.passes import pass_manager
@@ -213,8 +193,8 @@ def _pass_of(base: Any) -> Any:
             super().__init__()
 
         def __call__(self, graph: fx.Graph) -> None:
-            found = fuse(graph)
-            LOG.debug("Sidelane: %d all-reduces and norms of a graph are one call each", found)
+            log = logging.getLogger(f"vllm.{NAME}")
+            log.debug("Sidelane: %d all-reduces and norms of a graph are one call each", fuse(graph))
 
         def uuid(self) -> str:
             return f"{NAME} {VERSION}"

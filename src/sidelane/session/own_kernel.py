@@ -56,7 +56,8 @@ class RepeatedLaunch:
         indices: positions of these tensors among the kernel's arguments after the context.
         runs: functions that repeat it on tensors, for a stream and alignments each (``Repeats.launch``). The last
             one that was needed comes first.
-        is_known: the last call is cached, but could not be repeated then (in a capture, behind another stream's work).
+        is_known: the last call is cached, but could not be repeated then (in a capture; behind another stream's work,
+            where only Python orders streams).
     """
 
     __slots__ = ("_left", "indices", "is_known", "runs")

@@ -158,7 +158,7 @@ class _Chunked:
         self.pairs = counts.keys()
         self.meets = int(max(counts.values(), default=0) > 0)
         self.sums = 1 + max((piece.number for pieces in self.pieces for piece in pieces), default=-1)
-        self.flags = FlagPlan(n, phases=1 + self.meets + max(counts.values(), default=-1))
+        self.flags = FlagPlan(n, phases=1 + self.meets + max(counts.values(), default=0))  # a trigger is no entry
 
     def program(self) -> Program:
         queues: list[Queue] = []

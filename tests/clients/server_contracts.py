@@ -1,6 +1,6 @@
 """What the plug-ins for servers take from their code, compared with the code of one version, which is not imported.
 
-    python tests/clients/contracts.py [WHEEL ...]
+    python tests/clients/server_contracts.py [WHEEL ...]
 
 Without a wheel it reads the packages that are installed. ``make test-clients`` calls it; a new release that breaks a
 plug-in is seen here before any rank starts.
