@@ -149,7 +149,7 @@ def _moving() -> Iterator[Case]:
 def _through_host() -> Iterator[Case]:
     # Words with flags, stored once for all peers from four ranks on; and chunks, of one tensor and of a list.
     for n, kind in itertools.product(RANKS, ("all_gather", "all_to_all", "broadcast")):
-        place = {"in_place": kind == "broadcast", "through_host": True}
+        place: dict[str, Any] = {"in_place": kind == "broadcast", "through_host": True}
         yield Case(kind, "one_shot", n, (4099,), odd=True, **place)
         yield Case(kind, "one_shot", n, (700_001,), odd=True, **place)
         yield Case(kind, "one_shot", n, (600_001, 4099, 96_000), listed=True, **place)
