@@ -19,10 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     "several",
     [
-        (scenarios.forms, scenarios.replaced, scenarios.parts, scenarios.refused, scenarios.compared),
-        (scenarios.late, scenarios.sent_late, scenarios.timeout_is_set, scenarios.given_back),
+        (scenarios.forms, scenarios.replaced),
+        (scenarios.parts, scenarios.refused, scenarios.compared),
+        (scenarios.late, scenarios.sent_late),
+        (scenarios.timeout_is_set, scenarios.given_back),
     ],
-    ids=["forms", "ends"],
+    ids=["forms", "parts", "ends", "given_back"],
 )
 def test_a_world_of_its_own_and_its_end(tmp_path: Path, several: Sequence[Callable[..., None]]) -> None:
     with crew(4) as ranks:

@@ -20,9 +20,10 @@ from ranks import crew
 
 from sidelane import Communicator
 from sidelane.choice import Abilities
-from sidelane.choice.candidate import EVERYTHING, everything
+from sidelane.choice.candidate import EVERYTHING
 from sidelane.program import collective as define
 from sidelane.program.collective import Kind, ReduceOp, Reduction
+from sidelane_lab.baselines.roster import applicable
 from soak import calls, campaign, endings, judge, world
 from soak.calls import Call, Form, Part, Spot
 from soak.drawing import Drawing
@@ -88,7 +89,7 @@ def test_everything_is_drawn():
     assert kinds == set(Kind) and {call.form for call in calls} == set(Form)
     for kind in Kind:
         used = {call.variant for call in calls if call.form is Form.ONE and call.parts[0].kind is kind}
-        legal = {found.variant for found in everything(kind, Abilities())}
+        legal = {found.variant for found in applicable(kind, 3, Abilities())}
         assert legal | {"auto"} <= used, kind
     ops = {(part.op, part.dtype) for call in calls for part in call.parts if part.op}
     assert ops == set(itertools.product(ReduceOp, define.ELEMENT_BYTES))

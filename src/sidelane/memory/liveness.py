@@ -232,7 +232,7 @@ def users_call() -> str:
             break
         function = frame.f_code.co_qualname.removesuffix(".__init__")
         if "<locals>" not in function and not function.rpartition(".")[2].startswith("_"):  # no wrapper
-            room, package = module.rpartition(".")[2], module.partition(".")[0]
+            room, package = _public_room(module, function) or module.rpartition(".")[2], module.partition(".")[0]
             public = (room, *sys.modules["sidelane"].__all__)
             if package == "sidelane" and function[0].islower() and function not in public:
                 name = f"{room}.{function}"
@@ -244,6 +244,13 @@ def users_call() -> str:
     file = frame.f_code.co_filename
     text = linecache.getline(file, frame.f_lineno).strip()
     return f"{name} ({os.path.basename(file)}:{frame.f_lineno}{': ' if text else ''}{text:.{_SHOWN}})"
+
+
+def _public_room(module: str, function: str) -> str:
+    """Return the module by which programs call a function that another one defines; "" if there is none."""
+    loaded = ((name, sys.modules.get(f"sidelane.{name}")) for name in dir(sys.modules["sidelane"]))
+    found = ((name, getattr(room, function)) for name, room in loaded if function in getattr(room, "__all__", ()))
+    return next((name for name, public in found if getattr(public, "__module__", None) == module), "")
 
 
 DYING_S = 2.0

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program import collective as define
 from sidelane.program.batch import Batch
-from sidelane.program.builders import Transport, build, build_batch, list_variants, variants
+from sidelane.program.builders import Transport, algorithms, build, build_batch
 from sidelane.program.collective import SLOT_ALIGNMENT, Buffer, Collective, Kind, Span
 from sidelane.program.ir import (
     Command,
@@ -357,7 +357,7 @@ class NearProgram:
     is_even: bool
 
 
-@remembered("gpu", "links", "dma", maxsize=64)
+@remembered("gpu", "links", "dma", "host", maxsize=64)
 def fastest_near(machine: Machine, what: Collective | tuple[tuple[int, int], ...]) -> NearProgram:
     """Return the fastest program of a node for a collective, or for broadcasts of (root, bytes).
 
@@ -401,13 +401,18 @@ def _from_its_rank(queue: Queue, gpus: int) -> tuple[Engine, list[tuple[object, 
 
 
 def _near_programs(node: Machine, what: Collective | tuple[tuple[int, int], ...]) -> Iterator[Program]:
+    """Return the programs that a communicator of the node may choose from: those for host memory only through it."""
+    chosen = (
+        one
+        for one in algorithms(what.kind if isinstance(what, Collective) else Kind.BROADCAST)
+        if node.through_host or not one.through_host
+    )
     if isinstance(what, Collective):
-        yield from (lower(build(what, variant), {Copy}) for variant in variants(what.kind))
+        yield from (lower(build(what, one.name), {Copy}) for one in chosen)
         return
     parts = tuple(define.broadcast(nbytes, node.gpus, root, in_place=True) for root, nbytes in what)
     batch, transports = Batch("batch", node.gpus, parts), [Transport.PUSH] * len(parts)
-    for variant in list_variants(Kind.BROADCAST):
-        yield lower(build_batch(batch, variant, transports), {Copy})
+    yield from (lower(build_batch(batch, one.name, transports), {Copy}) for one in chosen if one.merges)
 
 
 def _kernel(machine: Machine, step: Far) -> KernelPart:
