@@ -66,7 +66,7 @@ WAYS: dict[str, tuple[bool, dict[str, str]]] = {
     "sidelane": (True, {}),
     "sidelane_norm": (True, {}),
 }
-"""Whether a way's communicator has vLLM's custom all-reduce, and its variables."""
+"""Ways: if their communicator has vLLM's custom all-reduce, and their variables."""
 
 
 class Layer(nn.Module):

@@ -1,4 +1,4 @@
-"""What the plug-ins for servers take from their code, compared with the code of one version, which is not imported.
+"""Compare the names that the plug-ins for servers take from their code with one version, which is not imported.
 
     python tests/clients/server_contracts.py [WHEEL ...]
 

@@ -37,7 +37,7 @@ def checkpoint(folder: str) -> str:
 
 
 def calls() -> list[dict[str, Any]]:
-    """What Sidelane made for vLLM's tensor-parallel group, as rows of a report."""
+    """Return the calls that Sidelane made for vLLM's tensor-parallel group, as rows of a report."""
     from vllm.distributed import get_tp_group
 
     served = getattr(get_tp_group().device_communicator, "sidelane", None)

@@ -32,6 +32,7 @@ from sidelane.collectives import backend_cpu, backend_cuda
 from sidelane.integrations import dispatch, ledger, lifetime, order, torch_world
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.integrations.works import EndedWork
+from sidelane.machine.peers import PeerMemory
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
 NOT_GLOOS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16)
@@ -371,7 +372,7 @@ def test_through_host_memory_no_large_call_is_left_to_nccl(group: dist.ProcessGr
     with left_to_library(group, 20_000) as ours:
         for through_host, where in ((True, "sidelane"), (False, "nccl"), (True, "sidelane")):
             ledger.reset()
-            with mock.patch.object(backend_cpu.CpuBackend, "through_host", through_host):
+            with mock.patch.object(backend_cpu.CpuBackend, "peers", PeerMemory(through_host)):
                 tensor = torch.full((30_001,), float(ours.rank()))
                 dist.all_reduce(tensor, group=ours)
             assert tensor.eq(1).all() and [row.where for row in sidelane.report().rows] == [where]

@@ -102,7 +102,7 @@ dist.destroy_process_group()
 
 
 def test_importing_torch_costs_few_modules_and_never_fails() -> None:
-    """What the entry point of ``torch.backends`` imports stands behind every ``import torch`` of the environment."""
+    """Every ``import torch`` of the environment imports the modules of the entry point of ``torch.backends``."""
     script = """
 import sys, warnings
 import torch

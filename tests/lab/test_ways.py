@@ -95,7 +95,7 @@ STEPS = ("right", "make", "run", "inner step", "error", "judgement", "right, too
 
 
 def failed_steps(group: dist.ProcessGroup, late: bool) -> tuple[dict[str, str | None], list[str]]:
-    """What each way's outcome says on this rank, and the graphs that were reset; ``late``: the rounds time out."""
+    """Return the outcome of each way on this rank, and the graphs that were reset; ``late``: the rounds time out."""
     meter, events = Meter(torch.device("cpu"), group=group), list[str]()
     makers = {label: functools.partial(Gathering, label, meter, events) for label in STEPS}
 

@@ -40,7 +40,7 @@ ALL = "replaced: all_reduce, reduce_scatter_tensor, all_gather_into_tensor"
 
 
 class Server:
-    """What the tests set and read of the made-up SGLang."""
+    """Parts of the made-up SGLang that the tests set and read."""
 
     def __init__(self, version: str = "0.5.15", deterministic: bool = False, symmetric: bool = False) -> None:
         self.deterministic, self.symmetric, self.flashinfer, self.dp = deterministic, symmetric, False, False

@@ -24,7 +24,7 @@ from sidelane.program.builders import build
 from sidelane.program.collective import ReduceOp, Reduction, all_reduce, split_evenly
 
 Ended = tuple[str, tuple[int, ...], str, list[str]]
-"""What became of a call, and the memory and threads that are left after it."""
+"""Outcome of a call, and the memory and threads that are left after it."""
 
 
 def gathers(comm: Communicator, *, symmetric: bool = True) -> Callable[[], object]:
@@ -126,7 +126,7 @@ def left_since(before: list[str]) -> list[str]:
 
 
 DEATHS = (calls, a_handle, a_program, communicators_in_turn, pytest.param(a_kernel, marks=needs_triton))
-"""What ranks do with a communicator; one of them dies where it yields. None: with an executor alone."""
+"""Use of a communicator by the ranks; one of them dies where it yields. None: use of an executor alone."""
 
 
 @pytest.mark.parametrize("make", [*DEATHS, None])

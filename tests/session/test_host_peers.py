@@ -100,7 +100,7 @@ def on_made_up_gpus(group: dist.ProcessGroup) -> str:
         mock.patch.object(backend_cuda, "PinnedMemory", lambda exchange, *_: OwnedMemory(exchange, driver)),
         Communicator(group, config=HOST) as comm,
     ):
-        assert comm.backend.through_host and "host memory" in comm.profile.where
+        assert comm.backend.peers.through_host and "host memory" in comm.profile.where
         check_calls(comm, ("b2b", "pcpy", "chunked"))
         tensor = comm.empty(1000)
         assert comm.location(tensor) is None and comm.reach(tensor).how == "staged"
@@ -150,7 +150,7 @@ def on_gpus_with(
     ):
         check_calls(comm, ("b2b",))
         how = comm.reach(comm.empty(8)).how
-        return comm.backend.through_host, str(comm.backend.peers), how, str(warn.call_args_list)
+        return comm.backend.peers.through_host, str(comm.backend.peers), how, str(warn.call_args_list)
 
 
 @pytest.mark.parametrize("case", ACCESS)

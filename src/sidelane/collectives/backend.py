@@ -92,11 +92,6 @@ class Backend(abc.ABC):
     peers: PeerMemory = SHARED
     hosts_meet = False
 
-    @property
-    def through_host(self) -> bool:
-        """True if GPUs reach each other through host memory alone: tensors of callers are never symmetric."""
-        return self.peers.through_host
-
     def load_kernel(self, program: KernelProgram, addresses: Addresses, frozen: bool) -> Runnable:
         """Bind a collective that one kernel runs. ``frozen``: it is being captured into a graph.
 

@@ -71,19 +71,19 @@ class CudaBackend(Backend):
         self.peers = agree_on_peers(exchange, device, peers) if like is None else like.peers
         self.memory: SymmetricMemory = (
             PinnedMemory(exchange, device, memory_bytes)
-            if self.through_host
+            if self.peers.through_host
             else TorchSymmetricMemory(exchange, device, timeout_s)
         )
         self.features: DriverFeatures = self._probe(exchange, device) if like is None else like.features
-        if self.through_host:
+        if self.peers.through_host:
             self.features.require_host_addresses()
         self.executor = self._make_executor(exchange.rank, device, control, timeout_s)
-        self.exported = None if self.through_host else self._make_exported()
+        self.exported = None if self.peers.through_host else self._make_exported()
         self.device = device
         kernels = self.kernels_move_bytes and find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
         implementations = (DMA, SM) if kernels else (DMA,)
-        known = self.kernels_move_bytes and not self.through_host
-        self.abilities = Abilities(implementations, self.features.graphs, known, self.through_host)
+        known = self.kernels_move_bytes and not self.peers.through_host
+        self.abilities = Abilities(implementations, self.features.graphs, known, self.peers.through_host)
         self._allocating: set[int] = set()  # handles of streams
         self.last_stream: int | None = None  # handle of that of the last call, which compiled code reads and sets
         self._last_captured: int | None = None

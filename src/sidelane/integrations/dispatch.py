@@ -269,7 +269,11 @@ class GroupDispatcher:
         """Return True if NCCL may make a large call: every tensor, or a copy of it, would be staged."""
         made = self.life.communicators.get(device)
         # Through host memory NCCL stages all of it as well, and the sizes are of GPUs with peers.
-        if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING or made.backend.through_host:
+        if (
+            not isinstance(made, Communicator)
+            or made.config.beside != settings.NOTHING
+            or made.backend.peers.through_host
+        ):
             return False
         direct = [each for each in tensors if each.layout is torch.strided and each.is_contiguous() and each.numel()]
         return len(self.life.ranks) > 1 and self.names.get(device) == "nccl" and all_ordinary(made.arguments, direct)

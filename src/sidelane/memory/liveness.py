@@ -248,7 +248,7 @@ def users_call() -> str:
 
 def _public_room(module: str, function: str) -> str:
     """Return the module by which programs call a function that another one defines; "" if there is none."""
-    loaded = ((name, sys.modules.get(f"sidelane.{name}")) for name in dir(sys.modules["sidelane"]))
+    loaded = ((name, sys.modules.get(f"sidelane.{name}")) for name in list(vars(sys.modules["sidelane"])))
     found = ((name, getattr(room, function)) for name, room in loaded if function in getattr(room, "__all__", ()))
     return next((name for name, public in found if getattr(public, "__module__", None) == module), "")
 

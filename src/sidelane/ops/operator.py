@@ -290,7 +290,7 @@ def tables_of(comm: Communicator) -> FusedTimes:
             raise UnavailableError("fused operators: auto in a capture needs an eager call, or explain, before it")
         content = b""
         if comm.rank == 0:
-            known = not comm.backend.through_host  # tables are of GPUs that store into each other's memory
+            known = not comm.backend.peers.through_host  # tables are of GPUs that store into each other's memory
             tables = fused_times(comm.config.profile, key_here(comm.device.type, comm.world_size)) if known else {}
             rows = {where: [time.to_dict() for time in times] for where, times in tables.items()}
             content = json.dumps(rows).encode()

@@ -273,7 +273,7 @@ class ServerGroup:
     def fuses(self) -> bool:
         """Return whether :meth:`all_reduce_rms_norm` takes any tensor: kernels run here, and bits may differ."""
         comm = self.comm
-        if comm is None or self._batch_invariant or comm.backend.through_host:
+        if comm is None or self._batch_invariant or comm.backend.peers.through_host:
             return False
         return comm.world_size <= _MOST_FUSED_RANKS and (comm.device.type == "cuda" or INTERPRETED)
 

@@ -302,7 +302,7 @@ class Communicator:
             self.control.post_call(call, title + SPLITS + memory.what_is_dropped())
         posts = self.calls.posts(call)
         compare(self.control, call, posts)
-        if self.backend.through_host:
+        if self.backend.peers.through_host:
             return torch.empty(shape, dtype=dtype, device=self.device)
         with self.calls.making_ready():
             tensor, is_used_again = memory.allocate(max(nbytes, 1), [post.differing for post in posts])
@@ -626,7 +626,7 @@ class Communicator:
                 memory alone (``Config.peers``).
         """
         (region,) = self.arguments.regions("peers", tensor)
-        if self.backend.through_host:
+        if self.backend.peers.through_host:
             raise UnavailableError("peers: these GPUs reach each other through host memory alone (Config.peers)")
         if region.location is None:
             raise ValueError(

@@ -58,7 +58,7 @@ class SymmetricPool:
         self.name: str = name
         self.nbytes: int = region.nbytes
         heap = communicator.heap
-        if not communicator.backend.through_host:  # there its tensors are ordinary memory, as all of callers are
+        if not communicator.backend.peers.through_host:  # there its tensors are ordinary memory, as all of callers are
             heap.add_pool(name, region)
         gone = functools.partial(heap.drop_pool, name)
         try:

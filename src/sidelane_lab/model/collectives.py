@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Iterable
 
-from sidelane.program.builders import Transport, build, variants
+from sidelane.program.builders import Transport, algorithms, build
 from sidelane.program.collective import (
     REDUCING,
     Collective,
@@ -36,7 +36,10 @@ from sidelane_lab.sim.prelaunch import prelaunch
 PUBLISHED_VARIANTS = {Kind.ALL_GATHER: ("pcpy", "bcst", "b2b"), Kind.ALL_TO_ALL: ("pcpy", "swap", "b2b")}
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 """Collectives that are predicted alone."""
-PREDICTED_VARIANTS = {**PUBLISHED_VARIANTS, **{kind: variants(kind) for kind in REDUCING}}
+PREDICTED_VARIANTS = {
+    **PUBLISHED_VARIANTS,
+    **{kind: tuple(one.name for one in algorithms(kind) if not one.through_host) for kind in REDUCING},
+}
 """Variants on copy engines whose watts are predicted. Of Sidelane's kernels, and of a broadcast, no model knows any."""
 REDUCE_UNITS = 32
 """Compute units that a reduction of a hybrid takes: the thread blocks that the CUDA executor gives it."""

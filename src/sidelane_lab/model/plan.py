@@ -336,7 +336,12 @@ def _with_ranges(machine: Machine, step: Step, progress: Callable[[str], None]) 
     """Yield every strategy in a node with its range: one number at a time at both ends of its own; squares add."""
     compute = compute_us(machine, step)
     least = compute_us(machine, step, straight=True) - compute
-    times = {strategy: step_times(machine, step, strategy, compute) for strategy in STRATEGIES}
+    # Through host memory FSDP2 cannot gather into the parameters (docs/guide/without-nvlink.md).
+    times = {
+        strategy: step_times(machine, step, strategy, compute)
+        for strategy in STRATEGIES
+        if not (WAYS[strategy].straight and machine.through_host)
+    }
 
     def exposed(variation: Variation) -> dict[str, float]:
         section = variation.path.partition(".")[0]
@@ -348,7 +353,7 @@ def _with_ranges(machine: Machine, step: Step, progress: Callable[[str], None]) 
             for name, one in concerned.items()
         }
 
-    varied: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
+    varied: dict[str, list[float]] = {strategy: [] for strategy in times}
     for _, changed in predict_each(variations(machine, SECTIONS), exposed, progress):
         for strategy, exposed_us in changed.items():
             varied[strategy].append(exposed_us)
