@@ -55,13 +55,20 @@ CALLS = {
 LEAVES = """
 how, call = options
 
+def leave(error=None):  # a survivor that ends before the others have named the rank would be named, too
+    if error is not None:
+        print(type(error).__name__, error.ranks, error, flush=True)
+    (folder / f"{rank} has named it").touch()
+    if size > 3:
+        for other in range(last):
+            until(f"{other} has named it")
+    os._exit(0)
+
 def connected(connect):
     try:
         return connect()
     except sidelane.PeerError as error:  # the last rank has ended before this one had connected
-        print(type(error).__name__, error.ranks, error, flush=True)
-        (folder / f"{rank} has named it").touch()
-        os._exit(0)
+        leave(error)
 
 if call.startswith("gloo"):
     begin("gloo")
@@ -91,12 +98,8 @@ if call == "subgroup" and rank:
 try:
     make()
 except sidelane.PeerError as error:
-    print(type(error).__name__, error.ranks, error, flush=True)
-(folder / f"{rank} has named it").touch()
-if size > 3:
-    for other in range(last):
-        until(f"{other} has named it")
-os._exit(0)
+    leave(error)
+leave()
 """
 
 
