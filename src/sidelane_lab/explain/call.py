@@ -19,7 +19,6 @@ from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
 from sidelane.collectives.plan import AUTO, make_program
 from sidelane.config import HOST, NOTHING
-from sidelane.errors import nearest
 from sidelane.machine import local
 from sidelane.machine.peers import SHARED, PeerMemory, between, decide
 from sidelane.program import collective as define
@@ -44,7 +43,7 @@ from sidelane_lab.explain.submitted import (
 from sidelane_lab.harness.launch import choose_target
 from sidelane_lab.harness.table import Line, Table, grouped
 from sidelane_lab.harness.terminal import say, tables_console
-from sidelane_lab.machines.load import canonical_name, find, machine_names, named
+from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine, RunStatus
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.kernels import host_kernel_us
@@ -122,12 +121,10 @@ class Explanation:
 
 def main(options: ExplainOptions) -> None:
     """Explain, print, and write what the options ask for."""
-    if options.machine is not None:
-        options = dataclasses.replace(options, machine=canonical_name(options.machine))
     if options.packets and (options.machine is None or options.machine in builtin_names()):
         raise ValueError("explain: --packets needs --machine mi300x8, or a file that describes such GPUs")
     if options.machine is not None and options.machine not in builtin_names():
-        machine = _described(options.machine)
+        machine = find(options.machine)
         if options.packets and (machine.nodes > 1 or not takes_packets(machine)):
             raise ValueError(f"explain: --packets of {machine.name} (allowed=one node of {' or '.join(GFX942)})")
         if machine.nodes > 1:
@@ -153,7 +150,7 @@ def explain(options: ExplainOptions) -> Explanation:
     agreement = _agreement(options, world_size, where)
     call = agreement.call
     is_described = options.machine is not None and options.machine not in builtin_names()
-    described = _described(str(options.machine)) if is_described else None
+    described = find(str(options.machine)) if is_described else None
     predicted = None if described is None else _simulated(described, agreement)
     has_driver = by is not None and device_type != CPU
     by = by or predicted
@@ -279,7 +276,7 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
             chosen_by = InForce.through_host(peers)
         return _placed(chosen_by, _devices(profile.key, ranks), profile.key, ranks, peers)
     if name is not None:
-        machine = _described(name)
+        machine = find(name)
         machine.refuse_nodes("explain")
         ranks = options.world_size or machine.gpus
         devices = machine.title if ranks == machine.gpus else f"{_ranks(ranks)} of {machine.title}"
@@ -300,19 +297,6 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
     found = None if place.on_cpu else local.inspect().accelerators
     peers = SHARED if found is None else between(found, forced)
     return _placed(in_force(settings.current().profile, key, peers), devices, key, ranks, peers)
-
-
-def _described(name: str) -> Machine:
-    if name.endswith((".toml", ".json")):
-        return find(name)
-    try:
-        return named(name)
-    except ValueError:
-        known = dict.fromkeys((*builtin_names(), *machine_names()))
-        question = nearest(name, known)
-        raise ValueError(
-            f"explain: machine (value={name!r}, allowed={', '.join(known)}, or a file){question}"
-        ) from None
 
 
 def _placed(
