@@ -98,6 +98,8 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
         return Choice(alone, "a single rank has nothing to send", tuple((found, None) for found in legal))
     if call.listed and abilities.captures and not abilities.through_host:
         return _of_list(call, legal)
+    if abilities.through_host:
+        call = dataclasses.replace(call, symmetric=True)  # times are of ordinary tensors there, since all tensors are
     curves = () if profile is None else profile.comparable(call)
     measured_us = {curve.candidate: curve.at(call.nbytes) + _staging_us(call, curve.candidate) for curve in curves}
     times = [(found, measured_us.get(found, measured_us.get(_wide(found)))) for found in legal]
