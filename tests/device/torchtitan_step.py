@@ -14,7 +14,7 @@ import tempfile
 import time
 
 import torch.distributed as dist
-from datasets import Dataset
+from datasets import IterableDataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torchtitan.config import ConfigManager
 from torchtitan.hf_datasets import DatasetConfig
@@ -40,7 +40,8 @@ def main() -> None:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(f"{folder}/tokenizer.json")
     text = [{"text": " ".join(str((7 * row + word) % 50) for word in range(100))} for row in range(200)]
-    DATASETS["c4_test"] = DatasetConfig("", lambda path: Dataset.from_list(text), lambda sample: sample["text"])
+    data = IterableDataset.from_generator(lambda: iter(text))
+    DATASETS["c4_test"] = DatasetConfig("", lambda path: data, lambda sample: sample["text"])
     llama3_args[options.flavor] = dataclasses.replace(llama3_args[options.flavor], n_layers=options.layers)
     given = {
         "model.name": "llama3",
