@@ -125,9 +125,10 @@ def test_a_computation_takes_time(us: float):
 @pytest.mark.parametrize(
     ("kind", "ranks", "kernel", "engines"),
     [
-        (Kind.ALL_REDUCE, 2, (32 << 20) - 1, 32 << 20),
-        (Kind.ALL_REDUCE, 4, 3 << 20, 4 << 20),
-        (Kind.ALL_GATHER, 2, 1024, 24 << 20),
+        (Kind.ALL_REDUCE, 2, 32 << 20, 48 << 20),
+        (Kind.ALL_REDUCE, 4, 5 << 20, 6 << 20),
+        (Kind.ALL_GATHER, 2, 1024, 64 << 20),
+        (Kind.ALL_TO_ALL, 2, 32 << 20, 64 << 20),
         (Kind.REDUCE_SCATTER, 8, 31 << 20, 1 << 30),
     ],
 )

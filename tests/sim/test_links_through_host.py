@@ -13,7 +13,7 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.sim import simulate
 
 SUM = Reduction(ReduceOp.SUM, "bfloat16")
-NBYTES = 256 << 20
+NBYTES = 512 << 20
 
 
 def us(machine: Machine, collective: Collective, variant: str) -> float:

@@ -257,7 +257,7 @@ def kernel_program(
 
     Raises:
         ValueError: too many ranks or tensors, parts of different sizes, or collectives of a batch that differ in more
-            than their size.
+            than their size; two shots through host memory.
     """
     program = KernelProgram(collective, variant, Protocol.BLOCK_FLAGS, BLOCKS)
     listed, parts, n = program.listed, program.parts, program.world_size
@@ -275,6 +275,10 @@ def kernel_program(
         if problem := kernel_objection(part):
             raise ValueError(f"{name}: variant {variant!r} {problem}" + (f", in number {number}" if listed else ""))
     if through_host:
+        if program.two_shot:
+            raise ValueError(
+                f"{name}: variant through host memory (value={variant}, allowed=one_shot, one_shot_narrow)"
+            )
         narrow = Variant.of(variant).narrow
         blocks = NARROW_BLOCKS if narrow else HOST_BLOCKS
         return dataclasses.replace(program, protocol=_protocol_through_host(program), blocks=blocks)
@@ -309,8 +313,6 @@ def _protocol_of(program: KernelProgram, *, symmetric_input: bool, symmetric_out
 
 
 def _protocol_through_host(program: KernelProgram) -> Protocol:
-    if program.two_shot:
-        return Protocol.REDUCE
     is_small = program.root is None and program.part_bytes <= HOST_LL_BYTES // max(1, program.world_size - 1)
     if program.listed or not is_small:
         return Protocol.HOST

@@ -221,7 +221,7 @@ def prepare(size: DecodeSize, group: dist.ProcessGroup, comm: Communicator, devi
     if size.tokens <= MOST_TOKENS:
         gemv = half_of(lambda x, weight: ops.gemv_all_reduce(comm, weight, x))
         ways["gemv"] = gemv, comm.all_gather
-    if few and device.type != "cpu":
+    if few and device.type != "cpu" and not comm.backend.peers.through_host:
         one_shot = OneShot(comm, torch.empty(size.tokens, size.model.hidden, dtype=dtype, device=device))
 
         def in_symmetric_memory(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -261,7 +261,9 @@ def predicted_us(size: DecodeSize, machine: Machine) -> Mapping[str, float]:
     def step_us(half_us: float, collective_us: Callable[[Machine, Kind, int], float]) -> float:
         return 2 * model.layers * half_us + collective_us(machine, Kind.ALL_GATHER, gathered)
 
-    if size.tokens <= MOST_NORMED:
+    if machine.through_host:  # operators take separate calls there
+        half = ours_us(machine, Kind.ALL_REDUCE, summed)
+    elif size.tokens <= MOST_NORMED:
         fused = (AllReduceNorm(size.tokens, model.hidden, pushed) for pushed in (False, True))
         alone = AllReduceNorm(size.tokens, model.hidden).alone_us(machine)  # what "none" takes
         half = min(predict_fused(machine, one).fused.time_us for one in fused) - alone
