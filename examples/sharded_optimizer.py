@@ -136,7 +136,8 @@ def main() -> None:
     optimizer = shard(model)
     after, course = train(model, text, sizes, device, wait, optimizer)
     if rank == 0:
-        print(f"{words}\ntokens a second: {before:.0f} with DDP and AdamW, {after:.0f} with the sharded AdamW", flush=True)
+        rates = f"{before:.0f} with DDP and AdamW, {after:.0f} with the sharded AdamW"
+        print(f"{words}\ntokens a second: {rates}", flush=True)
     torch.testing.assert_close(course, expected, rtol=2e-2 if gpu else 1e-4, atol=0)
     assert course[-1] < course[0], course
     with tempfile.TemporaryDirectory() as folder:
