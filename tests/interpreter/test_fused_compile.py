@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 
 from sidelane.device.language import COMPILE_OPTIONS, compiling_for
 from sidelane.ops import (
+    decode_context,
     dispatch_gemm,
     embedding,
     embedding_backward,
@@ -160,7 +161,7 @@ def test_weights_of_8_bits_compile(weight: str, tokens: int) -> None:
     assert f"cvt.rn.f16x2.{'e4m3x2' if weight == 'fp8e4nv' else 'e5m2x2'}" in text, "what the GPU has for it"
 
 
-NORM = "*i64 *i32 i32 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32"
+NORM = "*i64 *i32 i32 *i64 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32"
 PUSHED = "*i64 *i32 i32 *i64 *{0} *{0} *{0} *{0} *{0} *{0} i32 i32 i32 fp32"
 
 
@@ -436,6 +437,31 @@ def test_kernels_stamp_compile(name: str) -> None:
     assert "globaltimer" in compiled(kernel, kinds + " *i64", {**constants, "stamps": ...}, 4)[0]
 
 
+COMBINE = "*i64 *i32 i32 *i64 *i64 *i32 *fp32 *i32 *fp32 i32 i32 i32 i32 i32 fp32"
+
+
+def combine_of(words: int, ranks: int = 2) -> dict[str, object]:
+    lanes, pitch = 1 << words.bit_length(), (words + 2) // 2 * 2
+    of_dtype = {"DTYPE": triton.language.bfloat16, "ELEMENT_BYTES": 2}
+    return of_dtype | {"N": ranks, "HM": 16, "W": words, "P": lanes, "PITCH": pitch, "ONE": False}
+
+
+@pytest.mark.parametrize(("words", "ranks"), [(64, 2), long(64, 8), long(256, 2)])
+def test_rows_of_heads_go_in_wide_accesses(words: int, ranks: int) -> None:
+    known = ("cells_of", "cells", "output", "output_lse", "partial")
+    kernel = decode_context.KERNEL
+    text, registers, stack = compiled(kernel, COMBINE, combine_of(words, ranks), 1, multiples=known)
+    assert stack <= MOST_STACK_BYTES and registers <= 128, (registers, stack)
+    for access in (
+        r"st\.global\.v2\.b64",
+        r"ld\.volatile\.global\.v2\.b64",
+        r"ld\.global\.v4\.b32",
+        r"st\.global\.v4\.b32",
+    ):
+        assert re.search(access, text), access
+    assert not re.search(r"st\.global\.b64", text), "cells go in pairs"
+
+
 BACKWARD = "*i64 *i64 *bf16 *bf16 *i64 *i64 *bf16 *i64 *i32 *i64 *fp32 *bf16 i32 i32 i32"
 BF16 = triton.language.bfloat16
 BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, "WEIGHTED": True}
@@ -456,6 +482,7 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
             norm_in_cells("bf16", 1),
         ),
         (rms_norm_kernels.PUSHED_KERNEL, PUSHED.format("bf16"), norm_pushed("bf16", 1)),
+        (decode_context.KERNEL, COMBINE, {**combine_of(2), "HM": 1}),
         (
             embedding.KERNEL,
             "*i64 *i64 *i32 *i64 *i32 *i32 *bf16 i32 i32 i32 i32 i32",
@@ -483,6 +510,7 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
         "gemv",
         "rms_norm",
         "rms_norm_pushed",
+        "combine_attention",
         "embedding",
         "embedding_backward",
         "gemm",
