@@ -161,7 +161,7 @@ def test_weights_of_8_bits_compile(weight: str, tokens: int) -> None:
     assert f"cvt.rn.f16x2.{'e4m3x2' if weight == 'fp8e4nv' else 'e5m2x2'}" in text, "what the GPU has for it"
 
 
-NORM = "*i64 *i32 i32 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32"
+NORM = "*i64 *i32 i32 *i64 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32"
 PUSHED = "*i64 *i32 i32 *i64 *{0} *{0} *{0} *{0} *{0} *{0} i32 i32 i32 fp32"
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane.ops.handle import INTERPRETED, is_captured, power_of_two
-from sidelane.ops.rms_norm import MOST_ROW_BYTES, MOST_TOKENS, all_reduce_rms_norm
+from sidelane.ops.rms_norm import MOST_ROW_BYTES, MOST_TOKENS, all_reduce_rms_norm, is_worth_it
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
 
@@ -235,6 +235,7 @@ class ServerGroup:
             and x.shape[0] <= MOST_TOKENS
             and x.shape[1] * x.itemsize % 4 == 0
             and x.shape[1] * x.itemsize <= MOST_ROW_BYTES
+            and is_worth_it(self.comm, x)
         )
 
     def all_reduce_rms_norm(
@@ -273,7 +274,7 @@ class ServerGroup:
     def fuses(self) -> bool:
         """Return whether :meth:`all_reduce_rms_norm` takes any tensor: kernels run here, and bits may differ."""
         comm = self.comm
-        if comm is None or self._batch_invariant or comm.backend.peers.through_host:
+        if comm is None or self._batch_invariant:
             return False
         return comm.world_size <= _MOST_FUSED_RANKS and (comm.device.type == "cuda" or INTERPRETED)
 

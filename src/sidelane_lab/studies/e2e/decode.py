@@ -25,7 +25,7 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.operators import AllReduceNorm, GemmReduce, predict_fused
 from sidelane_lab.model.split import chain_us, ours_us, split_us
-from sidelane_lab.studies.clients.programs import MODELS, TINY, ClientModel
+from sidelane_lab.studies.clients.cases import MODELS, TINY, ClientModel
 from sidelane_lab.studies.e2e.workload import EndToEndWorkload, Prepared, sidelane_group
 from sidelane_lab.studies.fused.case import OneShot
 from sidelane_lab.studies.steps import GROUP, NONE
