@@ -129,8 +129,7 @@ class Staging:
             taken = -(-max(nbytes, have + min(have, _MOST_SPARE_BYTES)) // _STEP_BYTES) * _STEP_BYTES
             log.calls.info("staging grows from %s to %s on each rank", format_bytes(have), format_bytes(taken))
             self._take(self._backend.memory.allocate(taken))
-            self._is_captured = False
-        self._is_captured |= frozen and nbytes > 0
+        self._is_captured = (self._is_captured and not grows) or (frozen and nbytes > 0)
         return grows
 
 
