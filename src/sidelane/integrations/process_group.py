@@ -247,7 +247,7 @@ class SidelaneGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Make an ``all_to_all_single``; split sizes are given on all ranks, or on none."""
         opts = _options(dist.AllToAllOptions, opts, timeout)
-        sizes = list(output_split_sizes or ()), list(input_split_sizes or ())
+        sizes = [list(given) if given is not None else [] for given in (output_split_sizes, input_split_sizes)]
         operation = calls.ALL_TO_ALL_UNEVEN if any(sizes) else calls.ALL_TO_ALL
         return self._dispatcher.launch(operation, (output,), (input,), opts, (output, input, *sizes, opts))
 
