@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import re
@@ -15,7 +16,8 @@ NAME = "sidelane"
 
 
 def register(server: str, variable: str, replace: Callable[[], None]) -> None:
-    """Replace what a plug-in replaces, if :func:`is_named` says so. What is raised is logged, and the server starts.
+    """Replace what a plug-in replaces, if :func:`is_named` says so, and be ``deep_ep`` where none is installed. What is
+    raised is logged, and the server starts.
 
     Args:
         server: name of the server.
@@ -25,6 +27,8 @@ def register(server: str, variable: str, replace: Callable[[], None]) -> None:
     try:
         if is_named(variable):
             replace()
+            if not importlib.util.find_spec("deep_ep") and importlib.util.find_spec("triton"):
+                importlib.import_module("sidelane.deep_ep").install()
     except Exception:
         logging.getLogger(f"{server}.{NAME}").exception("Sidelane %s: nothing was replaced", VERSION)
 
