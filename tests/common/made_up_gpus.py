@@ -48,11 +48,21 @@ class MadeUpSide:
     def run(self, job: Callable[[], Any]) -> Any:
         self.caller, self.is_open = self.driver.caller, True
         self.order(self.caller, self.handle)
-        self.driver.caller = self.handle
+        return self.within(job)
+
+    def within(self, job: Callable[[], Any]) -> Any:
+        caller, self.driver.caller = self.driver.caller, self.handle
         try:
             return job()
         finally:
-            self.driver.caller = self.caller
+            self.driver.caller = caller
+
+    def current(self) -> int:
+        return self.driver.caller
+
+    def follow(self, other: int) -> None:
+        if other != self.driver.caller:
+            self.order(other, self.driver.caller)
 
     def join(self) -> None:
         self.order(self.handle, self.driver.caller)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import two_worlds
+from fake_driver import FakeDriver
 from made_up_gpus import made_up_gpus
 from native_driver import NativeDriver
 from on_ranks import default_stream, on_ranks
@@ -31,7 +32,7 @@ from sidelane import config
 from sidelane.collectives import backend_cpu, backend_cuda
 from sidelane.integrations import dispatch, ledger, lifetime, order, torch_world
 from sidelane.integrations.process_group import SidelaneGroup
-from sidelane.integrations.works import EndedWork
+from sidelane.integrations.works import EndedWork, OtherWork
 from sidelane.machine.peers import PeerMemory
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
@@ -369,12 +370,11 @@ def test_what_staging_makes_slower_is_decided_by_measured_sizes(group: dist.Proc
 @on_ranks(2)
 def test_through_host_memory_no_large_call_is_left_to_nccl(group: dist.ProcessGroup) -> None:
     """The sizes were measured between GPUs that reach each other's memory; without it, NCCL stages as well."""
-    with left_to_library(group, 20_000) as ours:
-        for through_host, where in ((True, "sidelane"), (False, "nccl"), (True, "sidelane")):
-            ledger.reset()
-            with mock.patch.object(backend_cpu.CpuBackend, "peers", PeerMemory(through_host)):
-                tensor = torch.full((30_001,), float(ours.rank()))
-                dist.all_reduce(tensor, group=ours)
+    for through_host, where in ((True, "sidelane"), (False, "nccl")):
+        peers = mock.patch.object(backend_cpu.CpuBackend, "peers", PeerMemory(through_host))
+        with peers, left_to_library(group, 20_000) as ours:
+            tensor = torch.full((30_001,), float(ours.rank()))
+            dist.all_reduce(tensor, group=ours)
             assert tensor.eq(1).all() and [row.where for row in sidelane.report().rows] == [where]
 
 
@@ -793,24 +793,68 @@ def test_every_form_on_the_path_of_gpus(pool: RankPool) -> None:
         assert made > 80
 
 
-def test_asynchronous_calls_of_nccl_are_in_order_from_the_first_on() -> None:
-    """They run on the stream of Sidelane's, which may come later; in a graph, where the capture is."""
-    tensor, on = torch.zeros(1), list[int]()
+class LibraryWork(dist.Work):
+    """A call of a library on a stream of the library's own, as NCCL's are, behind the current one."""
+
+    def __init__(self, driver: FakeDriver, stream: int, run: Callable[[], object]) -> None:
+        super().__init__()
+        self.driver, self.end = driver, driver.create_event()
+        pass_on(driver, driver.caller, stream)
+        driver.do(stream, run)
+        driver.submit([driver.bind_record(self.end, stream)])
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        self.driver.submit([self.driver.bind_wait(self.end, self.driver.caller)])
+        return True
+
+
+def pass_on(driver: FakeDriver, first: int, then: int) -> None:
+    """Let a stream wait for another one."""
+    event = driver.create_event()
+    driver.submit([driver.bind_record(event, first)])
+    driver.submit([driver.bind_wait(event, then)])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_calls_of_nccl_and_of_sidelane_run_in_one_order(seed: int) -> None:
+    """From the first on, from two streams, on which their callers wait now, later or never; in a graph, in the capture.
+
+    Synchronous calls come from one of the streams, for which the other one waits.
+    """
+    draw, done, kept, tensor = random.Random(seed), list[int](), list[dist.Work](), torch.zeros(1)
     with made_up_gpus(is_async=True) as driver:
-        streams = order.StreamOrder(mock.Mock)
-
-        def call() -> dist.Work:
-            on.append(driver.caller)
-            return EndedWork()
-
+        streams, library = (driver.caller, driver.create_stream()), driver.create_stream()
+        order_of_calls = order.StreamOrder(mock.Mock)
         driver.begin_capture()
-        streams.other(call, [tensor], True)
+        order_of_calls.other(EndedWork, [tensor], True)
         driver.end_capture()
-        streams.other(call, [tensor], False)
-        streams.other(call, [tensor], True)
-        streams.run(call, [tensor], [tensor], True, timedelta())
-        assert on[:2] == [driver.caller] * 2 and on[2] == on[3] != driver.caller
+        for number in range(60):
+            driver.caller, is_async = streams[draw.random() < 0.3], draw.random() < 0.7
+            if not is_async:
+                driver.caller = streams[0]
+
+            def run(number: int = number, pause_s: float = draw.choice((0, 0.002))) -> None:
+                time.sleep(pause_s)
+                done.append(number)
+
+            def call(run: Callable[[], None] = run, is_async: bool = is_async) -> dist.Work:
+                made = LibraryWork(driver, library, run)
+                if not is_async:
+                    made.wait()
+                return OtherWork(made, mock.Mock(), ())
+
+            if draw.random() < 0.5:
+                kept.append(order_of_calls.other(call, [tensor], is_async))
+            else:
+                job = functools.partial(lambda run: driver.do(driver.caller, run), run)
+                order_of_calls.run(job, [tensor], [tensor], is_async, timedelta())
+            if not is_async:
+                pass_on(driver, streams[0], streams[1])
+            if kept and draw.random() < 0.3:
+                driver.caller = draw.choice(streams)
+                draw.choice(kept[-3:]).wait()
         driver.synchronize()
+    assert done == list(range(60))
 
 
 @on_ranks(gpu=default_stream)

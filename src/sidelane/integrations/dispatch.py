@@ -7,7 +7,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
 from sidelane.integrations.works import EndedWork, JoinedWork, OtherWork
+from sidelane.memory import heap
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
@@ -80,6 +81,7 @@ class GroupDispatcher:
     def __init__(self, life: GroupLifetime) -> None:
         self.life, self.ledger = life, Ledger(life.ranks)
         self.names, self._allocating = life.names, backends_of(life.other)
+        self._backends = {device.type: life.other._get_backend(device) for device in life.other._device_types}
         for backend in self._allocating:
             backend.life = weakref.ref(life)  # which refers to the other group, and that to this backend
         self._can_capture = torch.cuda.is_available()
@@ -149,12 +151,16 @@ class GroupDispatcher:
         key = (operation.name, detail, first.dtype, device)
         repeated, has_lists = self._repeated.get(key), operation.has_lists
         nbytes = calls.larger_bytes(outputs, inputs) if has_lists else max(first.nbytes, tensors[-1].nbytes)
-        is_left = nbytes > MOST_STAGED.get(operation, NEVER)[is_async] and self._may_leave(tensors, device.type)
-        row = self._left.get((key, is_async, nbytes), NO_ROW) if is_left and self._coalescing is None else NO_ROW
-        if row[-1] and are_plain(tensors, *key[2:]) and not self._captures():
-            self.ledger.note(row, "", nbytes)
-            make = functools.partial(self._make_by_library, operation.method, args, range(len(self.life.ranks)))
-            return self.life.orders[device.type].other(make, tensors, is_async)
+        is_left = nbytes > MOST_STAGED.get(operation, NEVER)[is_async]
+        if is_left and self._coalescing is None and (row := self._left.get((key, is_async, nbytes), NO_ROW))[-1]:
+            outside = all(heap.is_outside(tensor.data_ptr()) for tensor in tensors)
+            if outside and are_plain(tensors, *key[2:]) and not self._captures():
+                self.ledger.note(row, "", nbytes)
+                # The backend's own method, since torch's dispatcher in front of it takes as long as all of this.
+                method = getattr(self._backends[device.type], operation.method, None)
+                make = functools.partial(self._make_by_library, operation.method, args, method=method)
+                return self.life.orders[device.type].other(make, tensors, is_async)
+        is_left = is_left and self._may_leave(tensors, device.type)
         if repeated is None or is_left or (device.type == "cpu" and (opts.timeout > NO_TIMEOUT or self._captures())):
             return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
         try:
@@ -353,22 +359,22 @@ class GroupDispatcher:
 
     def _make_by_library(
         self,
-        method: str,
+        name: str,
         args: Sequence[Any],
-        needed: Sequence[int],
-        *,
-        looks: bool = False,
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        needed: Sequence[int] | None = None,
+        method: Callable[..., dist.Work | None] | None = None,
+        **options: Any,
     ) -> dist.Work:
-        """Make a call of the other group; see :class:`sidelane.integrations.works.OtherWork`."""
+        """Make a call of the other group; see :class:`sidelane.integrations.works.OtherWork`. It needs all ranks."""
+        needed = range(len(self.life.ranks)) if needed is None else needed
         try:
-            work = getattr(self.life.other, method)(*args)
+            work = (method or getattr(self.life.other, name))(*args)
         except RuntimeError as error:
             self.life.failed_peers.explain(error, needed)
             raise
         if work is None:
             return EndedWork()
-        return OtherWork(work, self.life.failed_peers, needed, looks=looks, copies=copies)
+        return OtherWork(work, self.life.failed_peers, needed, **options)
 
     def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
         dtype = calls.dtype_name(call.tensors[0].dtype) if call.nbytes else ""

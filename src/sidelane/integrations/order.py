@@ -25,7 +25,7 @@ from sidelane.collectives.work import NO_TIMEOUT, CallFuture, CallThread
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.integrations.calls import GroupCall, dtype_name, wholes
 from sidelane.integrations.ledger import SIDELANE
-from sidelane.integrations.works import EndedWork, HostWork, WaitGuard
+from sidelane.integrations.works import EndedWork, HostWork, OtherWork, WaitGuard
 from sidelane.memory import ending
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
@@ -219,6 +219,9 @@ class StreamOrder:
     def __init__(self, communicator: Callable[[], Any]) -> None:
         self._communicator = communicator
         self._side: SideStream | None = None
+        # The other group's last asynchronous call, or the stream that has waited for it: the next call is behind that.
+        self._ahead: OtherWork | tuple[int, int, int] | None = None
+        self._is_ahead = False  # asynchronous calls of the communicator are, of the other group's next one
 
     def run(
         self,
@@ -233,10 +236,11 @@ class StreamOrder:
             self._join()
             job()
             return EndedWork(outputs)
-        if self._side is None:
-            self._side = SideStream(tensors[0].device)
-        self._side.run(job)
-        made: dist.Work = self._communicator().backend.work_on(self._side, tensors, tuple(outputs))
+        side = self._side = self._side or SideStream(tensors[0].device)
+        self._follow_other(side)
+        side.run(job)
+        self._is_ahead = True
+        made: dist.Work = self._communicator().backend.work_on(side, tensors, tuple(outputs))
         return made
 
     def repeat(self, call: RepeatedCall, tensors: tuple[torch.Tensor, ...], is_async: bool) -> dist.Work | None:
@@ -264,6 +268,8 @@ class StreamOrder:
             if call.communicator.repeat_call(call.kind, given, call.details, 0):
                 return ENDED
         elif given is not None and side is not None:
+            self._follow_other(side)
+            self._is_ahead = True
             mark = call.communicator.repeat_call(call.kind, given, call.details, side.handle)
             if mark:
                 made: dist.Work = call.backend.work_on(side, tensors, outputs, mark)
@@ -273,31 +279,57 @@ class StreamOrder:
         return self.run(lambda: call.make(tensors), tensors, outputs, is_async, NO_TIMEOUT)
 
     def other(self, call: Callable[[], dist.Work], tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work:
-        """Make a call of the other group behind those of this one; the next call of this one comes behind it."""
-        if self._side is None and is_async and not torch.cuda.is_current_stream_capturing():
-            self._side = SideStream(tensors[0].device)  # calls of this one may come while it runs
-        side = self._side
-        if side is not None and not is_async:
-            _wait_for(side)
-        if side is None or not is_async:
+        """Make a call of the other group behind those of this one; the next call of this one comes behind it.
+
+        The library has a stream for its asynchronous calls, which comes behind the current one. So only calls that are
+        on this group's stream since the last one of the other group need an order.
+        """
+        side, captures = self._side, torch.cuda.is_current_stream_capturing()
+        if not is_async:
+            if side is not None and self._is_ahead:
+                _wait_for(side)
+            self._is_ahead = self._is_ahead and captures
             return call()
+        if side is None:
+            if captures:
+                return call()
+            side = self._side = SideStream(tensors[0].device)  # calls of this one may come while it runs
+        work = side.run(call) if self._is_ahead or captures else call()
+        if isinstance(work, OtherWork):
+            work.tensors = tensors
+            if captures:
+                side.within(work.precede)
+            else:
+                self._ahead, work.waited = work, self._note_wait
+        self._is_ahead = self._is_ahead and captures
+        return work
 
-        def called() -> dist.Work:
-            work = call()
-            work.wait()  # the stream does, not the host; NCCL's work holds its tensors until then only
-            for tensor in tensors:
-                if tensor.is_cuda and tensor.layout is torch.strided:
-                    tensor.record_stream(side.stream)
-            return work
+    def _note_wait(self, work: OtherWork) -> None:
+        """Keep the stream in place of the work of a call for which it waits, and which holds tensors."""
+        if self._ahead is work and self._side is not None:
+            self._ahead = self._side.current()
 
-        return side.run(called)
+    def _follow_other(self, side: SideStream | None = None) -> None:
+        """Let a call of the communicator, on the current stream or on ``side``, come behind the other group's last."""
+        ahead = self._ahead
+        if ahead is None or torch.cuda.is_current_stream_capturing():
+            return  # a graph cannot wait for work outside
+        self._ahead = None
+        if not isinstance(ahead, OtherWork):
+            assert self._side is not None
+            self._side.follow(ahead)
+        elif side is None:
+            ahead.precede()
+        else:
+            side.run(ahead.precede)
 
     def close(self, *, wait: bool = True) -> None:
         """Forget the stream; calls queued there go on."""
-        self._side = None
+        self._side = self._ahead = None
 
     def _join(self) -> None:
         """Make the current stream, on which a call of the communicator follows, wait for the group's."""
+        self._follow_other()
         if self._side is not None and self._side.is_open:
             _wait_for(self._side)
             # A later call comes behind that call, whatever its stream; not in a capture, which other calls do not know.

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -135,7 +135,14 @@ class OtherWork(dist.Work):
             is for calls only whose ``wait`` has no side effects when it times out. A timed-out send or receive of Gloo
             ends the call and every connection of the group; one of NCCL may abort its communicator.
         copies: tensors of the caller with the contiguous ones that the call writes, to copy back when it has ended.
+
+    Attributes:
+        tensors: tensors of a call that a later one may come behind before the caller waits for it.
+        waited: function that is told of the caller's wait; None for none.
     """
+
+    tensors: Sequence[torch.Tensor] = ()
+    waited: Callable[[OtherWork], None] | None = None
 
     def __init__(
         self,
@@ -143,7 +150,7 @@ class OtherWork(dist.Work):
         watch: PeerWatch,
         peers: Sequence[int],
         *,
-        looks: bool,
+        looks: bool = False,
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
         super().__init__()
@@ -157,13 +164,24 @@ class OtherWork(dist.Work):
             raise forks.refusal("call under way", self._maker)
         try:
             done = self._wait_looking(timeout) if self._looks else self._work.wait(timeout)
-            self._copy_back()
+            if self._copies:
+                self._copy_back()
+            if self.waited is not None:
+                self.waited(self)
+                self.tensors = ()
             return done
         except SidelaneError:
             raise
         except RuntimeError as error:
             self._watch.explain(error, self._peers)
             raise
+
+    def precede(self) -> None:
+        """Let the current stream wait, for a later call. NCCL's work holds its tensors until then only."""
+        self._work.wait()
+        for tensor in self.tensors:
+            if tensor.is_cuda and tensor.layout is torch.strided:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def _wait_looking(self, timeout: timedelta) -> bool:
         began, noticed = time.monotonic(), math.inf

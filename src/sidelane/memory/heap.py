@@ -352,6 +352,20 @@ def symmetric_ranges() -> bytes:
     return b"".join(struct.pack("=QQ", start, start + nbytes) for start, nbytes in (*blocks, *pools))
 
 
+def is_outside(address: int) -> bool:
+    """Return True for an address that is neither in symmetric memory nor in a pool of this process."""
+    global _bounds
+    made_at, bounds = _bounds
+    if made_at != generation_cell[0]:
+        made_at, bounds, ends = generation_cell[0], [0, 1], 1  # where no memory is, nor outside
+        for start, end in sorted(struct.iter_unpack("=QQ", symmetric_ranges())):
+            if end > ends:  # pools lie in symmetric memory
+                bounds += [max(start, ends), end]
+                ends = end
+        _bounds = made_at, bounds
+    return bisect.bisect(bounds, address) % 2 == 0
+
+
 def generation() -> int:
     """Return a number that grows with every symmetric block of this process, since addresses may be reused.
 
@@ -367,6 +381,9 @@ def _begin_generation() -> None:
 
 generation_cell = [0]
 """Cell with the value of :func:`generation`. Compiled code compares it by identity: adding makes another object."""
+
+_bounds: tuple[int, list[int]] = (-1, [])
+"""Generation, and the begins and ends of symmetric memory in turns (:func:`is_outside`)."""
 
 _heaps_there: tuple[weakref.ref[SymmetricHeap], ...] = ()
 """All heaps of this process; the tuple is replaced as a whole, so that readers need no lock."""
