@@ -104,7 +104,7 @@ def made_up_gpus(
     """
     driver = driver or FakeDriver()
     driver.caller = driver.create_stream()
-    real_call = Communicator._call
+    real_call, real_repeat = Communicator._call, Communicator.repeat_call
 
     def call(comm: Communicator, *arguments: Any, **given: Any) -> Any:
         try:
@@ -115,6 +115,12 @@ def made_up_gpus(
         finally:  # of a call that failed, too: torch frees memory of the CPU at once, not in the order of a stream
             if finish:
                 driver.synchronize()
+
+    def repeat_call(comm: Communicator, *arguments: Any) -> Any:
+        made = real_repeat(comm, *arguments)
+        if finish and not arguments[3]:  # on the caller's stream
+            driver.synchronize()
+        return made
 
     def captures() -> bool:
         return driver.graph is not None
@@ -137,6 +143,7 @@ def made_up_gpus(
         mock.patch.object(communicator, "make_backend", backend_cuda.CudaBackend),
         mock.patch.object(making, "choose_device", return_value=torch.device("cpu")),
         mock.patch.object(Communicator, "_call", call),
+        mock.patch.object(Communicator, "repeat_call", repeat_call),
     )
     for patch in patches:
         patch.start()

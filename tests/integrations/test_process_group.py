@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from sidelane.integrations import dispatch, ledger, lifetime, order, torch_world
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.integrations.works import EndedWork, OtherWork
 from sidelane.machine.peers import PeerMemory
+from sidelane.memory.heap import SymmetricHeap
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
 NOT_GLOOS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16)
@@ -337,14 +339,48 @@ def test_every_form_of_a_large_call_is_left_to_nccl(group: dist.ProcessGroup, fo
     """Fresh inputs each time, between calls that Sidelane makes; the bytes are Gloo's, for sums within rounding."""
     with left_to_library(group, 20_000) as ours:
         for n in (7, 30_001, 7, 30_001, 30_002):
-            with mock.patch.object(dispatch, "all_ordinary", return_value=False):
+            by_sidelane = mock.patch.object(SymmetricHeap, "is_empty", False)
+            with by_sidelane, mock.patch.object(dispatch, "is_outside", return_value=False):
                 expected = form(ours, torch.float32, n, a)  # by Sidelane, however large
             for found, wanted in zip(form(ours, torch.float32, n, a), expected, strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
         rows = sidelane.report().rows
         assert {row.where for row in rows} == {"nccl", "sidelane"}
-        (why,) = {row.why for row in rows if row.where == "nccl"}
-        assert why.removeprefix("asynchronous, ").startswith("ordinary tensors of more than 20000; in")
+        for why in {row.why for row in rows if row.where == "nccl"}:
+            sizes = "(more than 20000|sizes that peers do not know)"
+            assert re.match(rf"(asynchronous, )?ordinary tensors of {sizes}; in a sidelane.pool", why), why
+
+
+@on_ranks(3)
+def test_parts_of_several_sizes_are_left_to_nccl_by_groups_without_symmetric_memory(group: dist.ProcessGroup) -> None:
+    """In every form, also on a rank without any bytes, which cannot tell by its tensors; then Sidelane makes them."""
+    draw, device = random.Random(5), torch.get_default_device()
+    with left_to_library(group) as ours:
+        size, rank = ours.size(), ours.rank()
+        for where in ("nccl", "sidelane"):
+            ledger.reset()
+            for step in range(12):
+                idle = draw.randrange(-1, size)
+                sizes = [[draw.randrange(4) * (idle not in (src, dst)) for dst in range(size)] for src in range(size)]
+                if step % 3 == 0:  # Gloo takes lists of equal sizes only
+                    sizes = [[step] * size] * size
+                sent = [torch.full((count,), 10.0 * rank + step) for count in sizes[rank]]
+                received = [torch.zeros(row[rank]) for row in sizes]
+                output, is_async = torch.zeros(sum(map(len, received))), draw.random() < 0.5
+                counts = [len(each) for each in received]
+                if step % 3 == 0:
+                    work = dist.all_to_all(received, sent, ours, async_op=is_async)
+                elif step % 3 == 1:
+                    work = dist.all_to_all_single(output, torch.cat(sent), counts, sizes[rank], ours, is_async)
+                else:
+                    work, output = None, functional.all_to_all_single(torch.cat(sent), counts, sizes[rank], ours)
+                    output = functional.wait_tensor(output)
+                if work is not None:
+                    work.wait()
+                found = torch.cat(received) if step % 3 == 0 else output
+                assert found.tolist() == [10.0 * src + step for src in range(size) for _ in range(counts[src])], step
+            assert {row.where for row in sidelane.report().rows} == {where}
+            assert ours.communicator(device).empty(64).numel() == 64
 
 
 @on_ranks(2)

@@ -91,10 +91,24 @@ class RepeatedCall:
 
     def make(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Make a call on these tensors, the output first; autograd does not record it, as with all calls."""
-        if self.operation.has_lists:
-            self._call.without_tensors(*self.columns(tensors)).make(self.communicator)
-        else:
+        if not self.operation.has_lists:
             self._method(*[tensor.data for tensor in tensors], **self._options)
+        elif self.operation.has_parts and len({tensor.shape for tensor in max(self.columns(tensors), key=len)}) == 1:
+            self._make_parted(*self.columns(tensors))
+        else:
+            self._call.without_tensors(*self.columns(tensors)).make(self.communicator)
+
+    def _make_parted(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Make a call on parts of one shape, which may lie anywhere, in one tensor in their place."""
+        if writes := self.operation.has_output_parts:
+            whole = outputs[0].new_empty((len(outputs), *outputs[0].shape))
+            given = whole, inputs[0].data
+        else:
+            given = outputs[0].data, torch.stack([part.data for part in inputs])
+        if not self.communicator.repeat_call(self.kind, given, self.details, 0):
+            self._method(*given, **self._options)
+        if writes:
+            torch._foreach_copy_([part.data for part in outputs], whole.unbind())
 
     def take_choice(self, choice: Choice) -> None:
         """Count calls in the row of another choice from now on."""

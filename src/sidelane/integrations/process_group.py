@@ -249,7 +249,8 @@ class SidelaneGroup(dist.ProcessGroup):
         opts = _options(dist.AllToAllOptions, opts, timeout)
         sizes = list(output_split_sizes or ()), list(input_split_sizes or ())
         operation = calls.ALL_TO_ALL_UNEVEN if any(sizes) else calls.ALL_TO_ALL
-        return self._dispatcher.launch(operation, (output,), (input,), opts, (output, input, *sizes, opts))
+        given = output, input, *sizes, opts
+        return self._dispatcher.launch(operation, (output,), (input,), opts, given, any(sizes))
 
     alltoall_base = all_to_all_single
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import functools
 import itertools
 import operator
 import struct
@@ -140,6 +141,11 @@ class SymmetricHeap:
             self._blocks.pop(number, None)
             self._starts = [start for start in self._starts if start[1] != number]
         _begin_generation()
+
+    @property
+    def is_empty(self) -> bool:
+        """True as long as the ranks have allocated nothing: every tensor is ordinary memory, on all of them."""
+        return not self._blocks
 
     def locate(self, tensor: torch.Tensor) -> Region:
         """Return the region of a contiguous tensor.
@@ -353,17 +359,18 @@ def symmetric_ranges() -> bytes:
 
 
 def is_outside(address: int) -> bool:
-    """Return True for an address that is neither in symmetric memory nor in a pool of this process."""
-    global _bounds
-    made_at, bounds = _bounds
-    if made_at != generation_cell[0]:
-        made_at, bounds, ends = generation_cell[0], [0, 1], 1  # where no memory is, nor outside
-        for start, end in sorted(struct.iter_unpack("=QQ", symmetric_ranges())):
-            if end > ends:  # pools lie in symmetric memory
-                bounds += [max(start, ends), end]
-                ends = end
-        _bounds = made_at, bounds
-    return bisect.bisect(bounds, address) % 2 == 0
+    """Return True for an address that is neither in symmetric memory nor in a pool of this process, nor 0."""
+    return bisect.bisect(_bounds(generation_cell[0]), address) % 2 == 0
+
+
+@functools.lru_cache(maxsize=1)
+def _bounds(generation: int) -> list[int]:
+    """Return the begins and ends of symmetric memory in turns. Pools lie in it."""
+    bounds = [0, 1]
+    for start, end in sorted(struct.iter_unpack("=QQ", symmetric_ranges())):
+        if end > bounds[-1]:
+            bounds += [max(start, bounds[-1]), end]
+    return bounds
 
 
 def generation() -> int:
@@ -381,9 +388,6 @@ def _begin_generation() -> None:
 
 generation_cell = [0]
 """Cell with the value of :func:`generation`. Compiled code compares it by identity: adding makes another object."""
-
-_bounds: tuple[int, list[int]] = (-1, [])
-"""Generation, and the begins and ends of symmetric memory in turns (:func:`is_outside`)."""
 
 _heaps_there: tuple[weakref.ref[SymmetricHeap], ...] = ()
 """All heaps of this process; the tuple is replaced as a whole, so that readers need no lock."""
