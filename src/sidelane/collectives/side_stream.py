@@ -55,14 +55,12 @@ class SideStream:
 
     def current(self) -> tuple[int, int, int]:
         """Return the current stream, as :meth:`follow` takes it."""
-        found: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self.stream.device_index)
-        return found
+        return torch._C._cuda_getCurrentStream(self.stream.device_index)
 
     def follow(self, other: tuple[int, int, int]) -> None:
         """Let the current stream wait for all that another one has."""
         if other != self.current():
-            stream_id, index, kind = other
-            stream = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
+            stream = torch.cuda.Stream(stream_id=other[0], device_index=other[1], device_type=other[2])
             torch.cuda.current_stream(self.stream.device).wait_stream(stream)
 
     def join(self) -> None:

@@ -81,9 +81,9 @@ class GroupDispatcher:
 
     def __init__(self, life: GroupLifetime) -> None:
         self.life, self.ledger = life, Ledger(life.ranks)
-        self.names, self._allocating = life.names, backends_of(life.other)
+        self.names, self._registering = life.names, backends_of(life.other)
         self._backends = {device.type: life.other._get_backend(device) for device in life.other._device_types}
-        for backend in self._allocating:
+        for backend in self._registering:
             backend.life = weakref.ref(life)  # which refers to the other group, and that to this backend
         self._can_capture = torch.cuda.is_available()
         self._coalescing: list[dist.Work] | None = None
@@ -97,7 +97,7 @@ class GroupDispatcher:
         # A row without a reason: NCCL cannot make them.
         self._left: dict[tuple[RepeatKey, bool, int], RowKey] = {}
         cached = self._held.clear, self._repeated.clear, self._left.clear
-        life.forgets = (*cached, *(backend.clear for backend in self._allocating))
+        life.forgets = (*cached, *(backend.clear for backend in self._registering))
         with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
             start_observers()  # now, for the first call to be seen as a whole
         # In forked copies, so that all calls are refused in one place.
@@ -145,8 +145,8 @@ class GroupDispatcher:
             with ranges.ObservedCall(operation.name, outputs, inputs, self.life.ranks, self.life.name) as observed:
                 observed.work = made = self.launch(operation, outputs, inputs, opts, args, detail, observed)
                 return made
-        is_known = operation.repeats or operation in MOST_STAGED
-        if not (is_known and outputs) or outputs[0].layout is not torch.strided:  # sparse: it has no nbytes
+        # A sparse tensor has no nbytes.
+        if not ((operation.repeats or operation in MOST_STAGED) and outputs) or outputs[0].layout is not torch.strided:
             return self._run(GroupCall(operation, outputs, inputs, opts, args), observed)
         tensors, first = (*outputs, *inputs), outputs[0]
         device, is_async = first.device, opts.asyncOp
@@ -160,7 +160,7 @@ class GroupDispatcher:
             # The backend's own method, since torch's dispatcher in front of it takes as long as all of this.
             method = getattr(self._backends[device.type], operation.method, None)
             make = functools.partial(self._make_by_library, operation.method, args, method=method)
-            return self._keep(self.life.orders[device.type].other(make, tensors, is_async), is_async, nbytes)
+            return self._collect(self.life.orders[device.type].other(make, tensors, is_async), is_async, nbytes)
         on_thread = device.type == "cpu" and (opts.timeout > NO_TIMEOUT or self._captures())
         work = None if is_left or on_thread else self._repeat(repeated, tensors, is_async)
         if work is None or repeated is None:
@@ -171,7 +171,7 @@ class GroupDispatcher:
         self.ledger.note(repeated.row, choice.reason, nbytes)
         if observed is not None:
             observed.maker = self._maker(tensors)
-        return self._keep(work, is_async, nbytes)
+        return self._collect(work, is_async, nbytes)
 
     def _repeat(
         self, repeated: RepeatedCall | None, tensors: tuple[torch.Tensor, ...], is_async: bool
@@ -183,8 +183,8 @@ class GroupDispatcher:
             self.life.explain(error)
             raise
 
-    def _keep(self, work: dist.Work, is_async: bool, nbytes: int) -> dist.Work:
-        """Return a work that was made, after it was kept where it has to be."""
+    def _collect(self, work: dist.Work, is_async: bool, nbytes: int) -> dist.Work:
+        """Add a work to the lists that need it, and return it."""
         if is_async and nbytes <= SMALL_BYTES:
             self._held.append(work)
         if self._coalescing is not None:
@@ -222,7 +222,7 @@ class GroupDispatcher:
             work = order.run(lambda: self._make(call, device), call.tensors, call.outputs, call.is_async, call.timeout)
         if observed is not None and not call.refusal:
             observed.maker = self._maker(call.tensors)
-        return self._keep(work, call.is_async, call.nbytes)
+        return self._collect(work, call.is_async, call.nbytes)
 
     def _require_order(self, call: GroupCall, device: str) -> None:
         """Raise for a sum whose terms are added in no fixed order, if the settings ask for one."""
@@ -252,8 +252,7 @@ class GroupDispatcher:
             return ""
         first, kind, operation = call.tensors[0], "asynchronous, " if call.is_async else "", call.operation
         name, is_sized = operation.name, operation.repeats
-        known = call.key or (name, None, first.dtype, first.device)
-        key = known, call.is_async, call.nbytes * is_sized
+        key = call.key or (name, None, first.dtype, first.device), call.is_async, call.nbytes * is_sized
         row = self._left.get(key)
         if self._captures() and (call.is_async or row is None):
             return ""  # in a capture nothing can be agreed on, and no caller waits for the host
@@ -282,14 +281,19 @@ class GroupDispatcher:
         """Return True if NCCL may make a call: every tensor, or a copy of it, would be staged."""
         device = tensors[0].device.type
         made = self.life.communicators.get(device)
-        if not isinstance(made, Communicator) or made.config.beside != settings.NOTHING:
-            return False
-        # Through host memory NCCL stages all of it as well, and the sizes are of GPUs with peers.
-        if len(self.life.ranks) == 1 or self.names.get(device) != "nccl" or made.backend.peers.through_host:
-            return False
-        if not operation.repeats:  # a rank without any bytes cannot tell by its tensors
-            return made.heap.is_empty
-        return all(is_outside(each.data_ptr()) for each in tensors if each.is_contiguous())
+        # Through host memory NCCL stages all of it as well, and the sizes are of GPUs with peers. Where the ranks have
+        # parts of several sizes, one without any bytes cannot tell by its tensors.
+        return (
+            isinstance(made, Communicator)
+            and (self.names.get(device), made.config.beside) == ("nccl", settings.NOTHING)
+            and len(self.life.ranks) > 1
+            and not made.backend.peers.through_host
+            and (
+                all(is_outside(each.data_ptr()) for each in tensors if each.is_contiguous())
+                if operation.repeats
+                else made.heap.is_empty
+            )
+        )
 
     def pass_on(
         self,
@@ -312,7 +316,7 @@ class GroupDispatcher:
         call = GroupCall(operation, outputs, inputs, None, args)
         if self._captures():
             self._refuse_in_graph(call, call.tensors[0].device.type)
-        return self._keep(self._make_other(call, call.tensors[0].device.type, peers), False, call.nbytes)
+        return self._collect(self._make_other(call, call.tensors[0].device.type, peers), False, call.nbytes)
 
     def _refuse_in_graph(self, call: GroupCall, device: str) -> None:
         """Raise for a call that the graph under capture would not hold; no step has run."""
@@ -381,5 +385,5 @@ class GroupDispatcher:
         return OtherWork(work, self.life.failed_peers, needed, **options)
 
     def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
-        dtype = calls.dtype_name(call.tensors[0].dtype) if call.nbytes else ""
-        self.ledger.note((call.operation.name, dtype, device, where, why), reason, call.nbytes)
+        key = call.operation.name, calls.dtype_name(call.tensors[0].dtype) if call.nbytes else "", device, where, why
+        self.ledger.note(key, reason, call.nbytes)

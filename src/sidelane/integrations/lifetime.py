@@ -32,7 +32,7 @@ ABORTED = "was aborted"
 
 
 class GroupLifetime:
-    """Maker and end of a group's communicators. Waiting calls query it (``works.WaitGuard``).
+    """Maker and end of a group's communicators. Waiting calls query it (``works.HostWork``).
 
     Args:
         group: group that torch knows; this object does not keep it alive.

@@ -25,7 +25,7 @@ from sidelane.collectives.work import NO_TIMEOUT, CallFuture, CallThread
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.integrations.calls import GroupCall, dtype_name, wholes
 from sidelane.integrations.ledger import SIDELANE
-from sidelane.integrations.works import EndedWork, HostWork, OtherWork, WaitGuard
+from sidelane.integrations.works import EndedWork, HostWork, OtherWork
 from sidelane.memory import ending
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
@@ -60,7 +60,7 @@ class RepeatedCall:
     def __init__(self, communicator: Communicator, call: GroupCall, order: HostOrder | StreamOrder) -> None:
         assert call.key is not None
         self.communicator, self.order, self._options = communicator, order, call.options
-        self.operation, self._call = call.operation, call.without_tensors()
+        self.operation = call.operation
         name, _, self.dtype, self.device = call.key
         self._columns = name, dtype_name(self.dtype), self.device.type, SIDELANE
         self.kind = Kind(call.operation.kind)
@@ -91,24 +91,25 @@ class RepeatedCall:
 
     def make(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Make a call on these tensors, the output first; autograd does not record it, as with all calls."""
-        if not self.operation.has_lists:
-            self._method(*[tensor.data for tensor in tensors], **self._options)
-        elif self.operation.has_parts and len({tensor.shape for tensor in max(self.columns(tensors), key=len)}) == 1:
-            self._make_parted(*self.columns(tensors))
+        data = tuple(tensor.data for tensor in tensors)
+        if self.operation.has_parts:
+            self._make_parted(*self.columns(data))
         else:
-            self._call.without_tensors(*self.columns(tensors)).make(self.communicator)
+            self._method(*(map(list, self.columns(data)) if self.operation.is_listed else data), **self._options)
 
     def _make_parted(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Make a call on parts of one shape, which may lie anywhere, in one tensor in their place."""
-        if writes := self.operation.has_output_parts:
-            whole = outputs[0].new_empty((len(outputs), *outputs[0].shape))
-            given = whole, inputs[0].data
+        """Make a call on parts of one size, which may lie anywhere, in one tensor in their place."""
+        writes = self.operation.has_output_parts
+        parts = [part.view(-1) for part in (outputs if writes else inputs)]
+        if writes:
+            whole = inputs[0].new_empty((len(parts), len(parts[0])))
+            given = whole, inputs[0]
         else:
-            given = outputs[0].data, torch.stack([part.data for part in inputs])
+            given = outputs[0], torch.stack(parts)
         if not self.communicator.repeat_call(self.kind, given, self.details, 0):
             self._method(*given, **self._options)
         if writes:
-            torch._foreach_copy_([part.data for part in outputs], whole.unbind())
+            torch._foreach_copy_(parts, whole.unbind())
 
     def take_choice(self, choice: Choice) -> None:
         """Count calls in the row of another choice from now on."""
@@ -131,10 +132,10 @@ class HostOrder:
     Asynchronous calls never block their caller, which a communicator's own would: it compares new calls on the spot.
 
     Args:
-        guard: group that waiting calls query.
+        guard: group that waiting calls query (``works.HostWork``).
     """
 
-    def __init__(self, guard: WaitGuard) -> None:
+    def __init__(self, guard: Any) -> None:
         self._guard = guard
         self._mutex = forks.Mutex(_names)
         self._thread = CallThread("sidelane-group", self._mutex.is_mine)
