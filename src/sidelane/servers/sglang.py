@@ -194,10 +194,10 @@ def _norm(original: Callable[..., Any], **given: Any) -> Any:
     if served is None or not (served.normalises(x, weight) or (served.fuses() and not fuses.__wrapped__(len(x)))):
         return original(**given)  # FlashInfer's
     group = "attention" if is_attention else "experts"
-    return norm_operator("sglang", _look)(x, given["residual"], weight, given.get("eps", 1e-6), group, None)[:2]
+    return norm_operator("sglang", _group_norms)(x, given["residual"], weight, given.get("eps", 1e-6), group, None)[:2]
 
 
-def _look(name: str) -> tuple[ServerGroup | None, Callable[..., Norms]]:
+def _group_norms(name: str) -> tuple[ServerGroup | None, Callable[..., Norms]]:
     """Return Sidelane's object of the group behind attention or behind experts, and SGLang's own sum and a norm."""
     group = _groups()[name == "experts"]
 

@@ -176,7 +176,7 @@ def device_communicator(base: Any) -> Any:
     return DeviceCommunicator
 
 
-def look(group: str) -> tuple[Any, Any]:
+def group_norms(group: str) -> tuple[Any, Any]:
     """Return Sidelane's object of a group of vLLM, and vLLM's own sum and norm, by its kernels."""
     from vllm import _custom_ops
     from vllm.distributed.parallel_state import _groups
@@ -224,7 +224,7 @@ def _is_fused(graph: fx.Graph, reduced: fx.Node) -> bool:
     scale = quantized[0].kwargs["scale"] if quantized else None
     operands = reduced.args[0], residual, weight, given["epsilon"], _named(reduced)["group_name"], scale
     with graph.inserting_before(last):
-        made = graph.call_function(norm_operator("vllm", look), operands)
+        made = graph.call_function(norm_operator("vllm", group_norms), operands)
         made.meta["val"] = norm_shapes(reduced.meta["val"], scale)  # later passes read it
         new = [graph.call_function(getitem, (made, place)) for place in range(3)]
     old.append([node for each in quantized for node in _parts(each, 1)])
@@ -287,6 +287,6 @@ def _install() -> None:
             place = names.index(_QUANTIZES) if _QUANTIZES in names else len(names)
             self.passes.insert(place, AllReduceNormPass(config))
 
-    norm_operator("vllm", look)  # compiled models in vLLM's cache name it
+    norm_operator("vllm", group_norms)  # compiled models in vLLM's cache name it
     pass_manager.PostGradPassManager.configure = configured
     pass_manager.AllReduceFusionPass = AllReduceNormPass
