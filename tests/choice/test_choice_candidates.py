@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from choices import B2B, BCST, ONE_SHOT, PCPY, calls_of_all_kinds, curve, gather, profile
 
@@ -10,6 +12,7 @@ from sidelane.choice.candidate import (
     BESIDE_KERNEL_BYTES,
     BESIDE_KERNEL_KINDS,
     DMA,
+    EVERYTHING,
     IMPLEMENTATIONS,
     SM,
     everything,
@@ -109,6 +112,9 @@ def test_implementations_that_a_machine_lacks():
     assert {candidate.implementation for candidate in candidates(gather())} == set(IMPLEMENTATIONS)
     assert {candidate.implementation for candidate in candidates(gather(), Abilities())} == {DMA}
     assert "not available" in illegal_reason(gather(), ONE_SHOT, Abilities())
+    host = dataclasses.replace(EVERYTHING, through_host=True)
+    shots = [found.variant for found in candidates(CallShape(Kind.ALL_REDUCE, 2, 4096), host) if found.launches_kernels]
+    assert shots == ["one_shot"], "the flags of two shots are slow in host memory"
 
 
 def test_a_call_is_described_by_what_all_ranks_know():

@@ -76,7 +76,9 @@ def all_to_all_single(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: b
     received = [(other + 2 * rank) % 5 * n for other in range(size)]
     uneven = torch.zeros(sum(received), 3, dtype=dtype)
     given = data(3 * sum(sent), dtype, rank).view(-1, 3)
-    ended(dist.all_to_all_single(uneven, given, received, sent, group=group, async_op=a), a)
+    # Megatron-core gives arrays.
+    sizes = [torch.tensor(each).numpy() if a else each for each in (received, sent)]
+    ended(dist.all_to_all_single(uneven, given, *sizes, group=group, async_op=a), a)
     return [even, uneven]
 
 

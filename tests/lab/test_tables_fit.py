@@ -154,11 +154,11 @@ def of_replay() -> list[Table]:
 def of_plan() -> list[Table]:
     step = layer.Step(layer.MODELS["llama-70b-like"], 8192, 4096)
     times = training.StepTimes(12_345_678.0, 10_345_678.0, 5_345_678.0)
-    planned = [sim_plan.PlannedStep(sim_plan.FSDP, strategy, times, 1e6, 3e6) for strategy in training.STRATEGIES]
+    planned = [sim_plan.PlannedStep(sim_plan.FSDP, strategy, times) for strategy in training.STRATEGIES]
     among = [
         sim_plan.PlannedStep(sharding, strategy, times)
         for sharding in (sim_plan.FSDP, sim_plan.HSDP)
-        for strategy in sim_plan.AMONG_NODES
+        for strategy in training.STRATEGIES
     ]
     machines = ((named("mi300x8x16"), among), (named("mi300x8"), planned))
     return [sim_plan.plan_table([sim_plan.TrainingPlan(machine, step, tuple(ways))]) for machine, ways in machines]

@@ -14,7 +14,7 @@ from sidelane_lab.cli.model import claims
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.command import CLAIMS
 from sidelane_lab.papers.files import FILES, find_results
-from sidelane_lab.papers.measurements import CollectiveReadings
+from sidelane_lab.papers.measurements import CollectiveReadings, FusedReadings
 from sidelane_lab.papers.rows import MeasuredClaim, ratio_of
 from sidelane_lab.papers.rows import measure_claim as measured_of
 
@@ -46,6 +46,29 @@ def test_prelaunched_calls_are_read_from_their_trigger_on(tmp_path: Path) -> Non
     readings = CollectiveReadings(file)
     assert readings.gain(Kind.ALL_GATHER, "pcpy", "pcpy+prelaunch", [2 << 20]) == pytest.approx(3)
     assert readings.behind(Kind.ALL_GATHER, ("pcpy+prelaunch",), [2 << 20]) == pytest.approx(0.5)
+
+
+def test_fused_operators_are_read_at_shapes_that_the_paper_has(tmp_path: Path) -> None:
+    """Rows of a GEMV had come into the embedding's curve, and poolings of 1 and 8 into a mean of bags of 70."""
+
+    def row(op: str, shape: str, implementation: str, schedule: str, time_us: float) -> dict[str, Any]:
+        fields = {"op": op, "shape": shape, "implementation": implementation, "schedule": schedule}
+        return {**fields, "launch": "graph", "time_us": time_us}
+
+    bags, gemv = "batch 1024, 64 tables a rank, pooling {}, dim 256", "{}x8192, {} tokens"
+    rows = []
+    for n in (1, 2, 3):
+        rows.append(row("embedding_all_to_all", bags.format(32), "fused", f"oblivious, {2 * n} programs a unit", 9 - n))
+        rows.append(row("gemv_all_reduce", gemv.format(8192, 1), "fused", f"cells, {n} programs a unit", 40.0 + n))
+    shapes = {bags.format(70): 8.0, bags.format(1): 1.0, gemv.format(8192, 1): 6.0, gemv.format(8192, 16): 1.0}
+    for shape, us in shapes.items():
+        op = "gemv_all_reduce" if "tokens" in shape else "embedding_all_to_all"
+        rows += [row(op, shape, "unfused_nccl", "", 10.0), row(op, shape, "fused", "remote_first", us)]
+    readings = FusedReadings(find_results([write(tmp_path / "fused.json", "fused", rows)], "fused", "fused.json")[0])
+    assert readings.by_programs() == {2: 8.0, 4: 7.0, 6: 6.0}
+    assert readings.by_programs("gemv_all_reduce") == {1: 41.0, 2: 42.0, 3: 43.0}
+    assert readings.lower("embedding_all_to_all") == pytest.approx([20.0])
+    assert readings.lower("gemv_all_reduce") == pytest.approx([40.0])
 
 
 def test_the_best_of_all_variants_is_read_where_some_are_prelaunched(tmp_path: Path) -> None:

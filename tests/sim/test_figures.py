@@ -241,7 +241,10 @@ def test_a_figure_is_one_picture(number: str, evaluated: dict[str, FigureValues]
 
 def test_numbers_are_read_generously() -> None:
     assert figure_of("3/t1").number == "003/T1"
-    assert figure_of("002/8").number == "000/8"
+    assert figure_of("002/8").number == figure_of("ConCCL/8").number == figure_of("conccl / Figure 8").number == "000/8"
+    assert figure_of("dma/Table 1").number == "003/T1" and figure_of("fused/fig. 15").number == "001/15"
+    with pytest.raises(ValueError, match="did you mean 000/8 or 001/8"):
+        figure_of("figure 8")
     assert figure_of("004/1(c)").number == "004/1c"
     with pytest.raises(ValueError, match="diagrams and equipment have no values"):
         figure_of("003/7")
@@ -250,7 +253,7 @@ def test_numbers_are_read_generously() -> None:
 
 
 def test_command_lists_draws_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "PIPED_PROGRESS_S", 0.0)
+    monkeypatch.setattr(terminal, "PIPED_PROGRESS_S", 0.02)
     listed = CliRunner().invoke(figure, [])
     assert listed.exit_code == 0
     assert all(number in listed.output for number in FIGURES)

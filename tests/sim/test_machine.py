@@ -9,21 +9,19 @@ import re
 import pytest
 
 from sidelane.program.collective import Kind
-from sidelane_lab.machines.load import find, limits_of, machine_names, named, parse
+from sidelane_lab.machines.load import canonical_name, find, limits_of, machine_names, named, parse
 from sidelane_lab.machines.spec import NumberSource, Quantity, RunStatus, Topology
-from sidelane_lab.model.layer import MODELS, Step
 from sidelane_lab.model.pipeline import OPT1, Pipeline, run_pipeline
 from sidelane_lab.model.power import library_power
 from sidelane_lab.model.strategies import predict, predictable
 from sidelane_lab.model.study import dma_study, table_ii_workload
-from sidelane_lab.model.training import step_times
 from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.studies.phases.programs import operations, predicted_row
 
 NODES = {"h100x8x2": (2, 8), "h100x8x16": (16, 8), "h200x8x2": (2, 8), "mi300x8x2": (2, 8), "mi300x8x16": (16, 8)}
 NODES |= {"mi210x1x2": (2, 1), "mi210x1x128": (128, 1)}
 ONE_NODE = {"4090x2", "5090x4", "mi300x8", "mi210x4", "mi250x8", "a40x4", "a100x4", "b200x8"}
-ONE_NODE |= {"h100x2", "h100x4", "h100x8", "h200x2", "h200x4", "h200x8"}
+ONE_NODE |= {"h100x2", "h100x4", "h100x8", "h200x2", "h200x2-host", "h200x4", "h200x8"}
 EXPECTED = ONE_NODE | set(NODES)
 
 
@@ -34,20 +32,43 @@ def test_the_catalogue_has_all_machines():
     assert all(named(name).name == name and named(name).title for name in machine_names())
 
 
+PEOPLES = {
+    "8 x H100 SXM": "h100x8",
+    "8 x NVIDIA H100 80GB SXM5": "h100x8",
+    "DGX-H100": "h100x8",
+    "DGX B200": "b200x8",
+    "8h100": "h100x8",
+    "2 x DGX H200": "h200x8x2",
+    "2 nodes of 8 H100": "h100x8x2",
+    "16xh100": "h100x8x2",
+    "64 H200 GPUs": "h200x8x8",
+    "256xmi300x": "mi300x8x32",
+    "2xrtx4090": "4090x2",
+    "2 x NVIDIA GeForce RTX 4090": "4090x2",
+    "4xA100": "a100x4",
+}
+"""Names of machines as people write them, and as the catalogue does."""
+
+
 def test_names_are_taken_as_people_write_them():
     assert named("8xH100") is not None and named("8xH100") == named("h100x8")
     assert named("2xh100x8") == named("2x8xH100") == named("h100x8x2")
     assert named("mi300xx8") == named("8xMI300X") == named("mi300x8")
+    for written, name in PEOPLES.items():
+        assert canonical_name(written) == name and named(written) == named(name), written
+    for other in ("a100 80GB x 4", "A100-SXM4-80GBx4", "h100 nvl x 8", "l40s x 8", "mine.toml", "h100x8.json"):
+        assert canonical_name(other) == other
     four = named("4xh200x8")
     assert (four.name, four.nodes, four.title) == ("h200x8x4", 4, "4 nodes of 8 x NVIDIA H200")
     assert four.links == named("h200x8x2").links and named("h100x8x16").nodes == 16
-    with pytest.raises(ValueError, match="did you mean 'h100x8'"):
-        named("h100x7")
+    for written in ("h100x7", "H100"):
+        with pytest.raises(ValueError, match="did you mean 'h100x8"):
+            named(written)
 
 
 def test_a_machine_says_whether_sidelane_has_run_there():
     measured = {name for name in machine_names() if named(name).runs is RunStatus.MEASURED}
-    assert measured == {"h100x2", "h200x2", "h200x4"}
+    assert measured == {"h100x2", "h200x2", "h200x2-host", "h200x4"}
     assert all((named(name).runs is RunStatus.UNSUPPORTED) == name.startswith("mi") for name in EXPECTED)
     assert parse('base = "h200x4"\nname = "mine"', "mine.toml").runs is RunStatus.UNRUN
     assert parse('base = "mi300x8"\nname = "mine"\nruns = "measured"', "mine.toml").runs is RunStatus.MEASURED
@@ -233,7 +254,6 @@ def test_the_librarys_speed_follows_the_links_that_a_file_states():
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda machine: step_times(machine, Step(MODELS["llama-8b-like"], 4096, 4096), "library, own units"),
         lambda machine: dma_study(machine, (1 << 20,)),
         lambda machine: run_pipeline(
             machine, Pipeline(parse_gemm("cb1"), Kind.ALL_REDUCE, 1 << 20, OPT1, 16), priority=False

@@ -131,7 +131,7 @@ def test_where_there_is_nothing_to_gain_a_percentage_is_undefined():
     assert percent_of_ideal(1000.0, 49.0, 1049.0) is None
     assert percent_of_ideal(1000.0, 51.0, 1051.0) == pytest.approx(0.0)
     tiny = predict(H200, Workload(parse_gemm("cb5"), Kind.ALL_GATHER, 1 << 20), "conccl")
-    assert tiny.percent is None and tiny.percent_of_library is None
+    assert tiny.percent is None
     slow = predict(H200, Workload(Gemm(64, 64, 64), Kind.ALL_GATHER, 1 << 20), "conccl")
     assert slow.percent is None and slow.speedup < 0.6
 

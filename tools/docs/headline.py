@@ -15,6 +15,7 @@ from docs.measured import (
     Cells,
     Where,
     best,
+    is_possible,
     load,
     rows_of,
     short,
@@ -68,7 +69,7 @@ def over_all_sizes() -> Cells:
     rows = rows_of(f"{machine}/c3.json")
 
     def range_of(*strategies: str) -> str:
-        percents = [row["percent_of_ideal"] for row in rows if row["strategy"] in strategies]
+        percents = [row["percent_of_ideal"] for row in rows if row["strategy"] in strategies and is_possible(row)]
         return f"{min(percents):.0f} to {max(percents):.0f}"
 
     others = f"NCCL kernels: {range_of('c3_base', 'c3_sp')}; NCCL on copy engines: {range_of('nccl_ce')}"

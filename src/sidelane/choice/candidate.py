@@ -14,7 +14,7 @@ from sidelane.config import COMPUTE
 from sidelane.program.builders import Algorithm, algorithms, find_algorithm
 from sidelane.program.builders.registry import for_every_kind, merges
 from sidelane.program.collective import Kind
-from sidelane.program.kernel import MOST_LISTED, MOST_RANKS
+from sidelane.program.kernel import MOST_LISTED, MOST_RANKS, is_two_shot
 from sidelane.program.shape import CallShape, Variant
 
 DMA, SM = "dma", "sm"
@@ -58,7 +58,9 @@ class Abilities:
 
     def include(self, candidate: Candidate) -> bool:
         """Return True if the candidate exists on the machine."""
-        return candidate.implementation in self.implementations
+        if candidate.implementation not in self.implementations:
+            return False
+        return not (self.through_host and candidate.launches_kernels and is_two_shot(candidate.variant))
 
 
 EVERYTHING = Abilities(IMPLEMENTATIONS, captures=True)

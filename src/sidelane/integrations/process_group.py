@@ -246,9 +246,9 @@ class SidelaneGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Make an ``all_to_all_single``; split sizes are given on all ranks, or on none."""
         opts = _options(dist.AllToAllOptions, opts, timeout)
-        given = output, input, list(output_split_sizes or ()), list(input_split_sizes or ()), opts
-        operation = calls.ALL_TO_ALL_UNEVEN if given[2] or given[3] else calls.ALL_TO_ALL
-        return self._dispatcher.launch(operation, (output,), (input,), opts, given, operation.flat)
+        sizes = [list(given) if given is not None else [] for given in (output_split_sizes, input_split_sizes)]
+        operation, args = calls.ALL_TO_ALL_UNEVEN if any(sizes) else calls.ALL_TO_ALL, (output, input, *sizes, opts)
+        return self._dispatcher.launch(operation, (output,), (input,), opts, args, operation.flat)
 
     alltoall_base = all_to_all_single
 

@@ -117,7 +117,7 @@ def _through_host(
                 tile = chunk * step + block
                 end = tl.minimum(tiles, (chunk + 1) * step)
                 while tile < end:
-                    at_tile(_store, (own, staged, rank, N, SHARDS, ROOTED, OP == ""), call, tile,
+                    at_tile(_store, (own, staged, rank, N, SHARDS), call, tile,
                             TABLE, WORDS, UNIT, NARROW, ALIGNED, TILE)  # fmt: skip
                     tile += blocks
                 signal_blocks(arenas, rank, generation, 1 + chunk, block, blocks, N, LOADERS, True)
@@ -152,15 +152,13 @@ def _through_host(
 @triton.jit
 def _store(
     part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
-    staging, staged, rank, N: tl.constexpr, SHARDS: tl.constexpr, ROOTED: tl.constexpr, MOVES: tl.constexpr,
+    staging, staged, rank, N: tl.constexpr, SHARDS: tl.constexpr,
 ):  # fmt: skip
-    """Stage a tile for all peers, and write it to its place here where bytes only move, or a tile for each peer."""
-    input, output, sent_offset, stride, output_stride, _, _ = part
+    """Stage a tile for all peers, or a tile for each peer."""
+    input, _, sent_offset, stride, _, _, _ = part
     if SHARDS == 1:
         values = get(input, tile, nbytes, UNIT, TILE, WHOLE)
         put(staging + sent_offset, values, tile, nbytes, UNIT, TILE, WHOLE)
-        if MOVES and not ROOTED:
-            put(output + rank * output_stride, values, tile, nbytes, UNIT, TILE, WHOLE)
     else:
         for turn in tl.static_range(1, N):
             peer = (rank + turn) % N
@@ -173,15 +171,14 @@ def _fetch(
     part, tile, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
     stagings, staged, rank, N: tl.constexpr, SHARDS: tl.constexpr,
 ):  # fmt: skip
-    """Read a tile of every peer, and copy that of a part which stays here."""
+    """Read a tile of every peer, and copy that of the part which stays here."""
     input, output, sent_offset, input_stride, stride, _, _ = part
     place = sent_offset + (rank * staged if SHARDS > 1 else rank * 0)
     for turn in tl.static_range(1, N):
         values = get(stagings[turn] + place, tile, nbytes, UNIT, TILE, WHOLE)
         put(output + (rank + turn) % N * stride, values, tile, nbytes, UNIT, TILE, WHOLE)
-    if SHARDS > 1:
-        values = get(input + rank * input_stride, tile, nbytes, UNIT, TILE, WHOLE)
-        put(output + rank * stride, values, tile, nbytes, UNIT, TILE, WHOLE)
+    own = input + (rank * input_stride if SHARDS > 1 else rank * 0)
+    put(output + rank * stride, get(own, tile, nbytes, UNIT, TILE, WHOLE), tile, nbytes, UNIT, TILE, WHOLE)
 
 
 @triton.jit

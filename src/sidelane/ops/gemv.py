@@ -48,13 +48,14 @@ from sidelane.ops.handle import (
     check_choice,
     check_tensor,
     check_tiles,
+    load_with_cells,
     power_of_two,
     programs_of,
     refusing_tiles,
     register_limit,
 )
 from sidelane.ops.operands import apart_from, check_neighbours, product
-from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall, ProblemSizes
+from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall, ProblemSizes, host_objection
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
@@ -194,8 +195,18 @@ def _too_large(sizes: ProblemSizes) -> str:
     return f"fused takes up to {CELLS_BYTES // 4} elements of the result" if is_large else ""
 
 
+def _host_objection(ranks: int, sizes: ProblemSizes) -> str:
+    # Cells of several tokens are padded: 8 rows of a decoding step took 37 us a call more than separate calls.
+    return "fused takes one token through host memory" if sizes[2] > 1 else host_objection(ranks, 4 * sizes[0])
+
+
 OPERATOR = FusedOperator(
-    NAME, ("rows", "columns of all ranks", "tokens"), has_sum=True, agreed=_agreed, too_large=_too_large
+    NAME,
+    ("rows", "columns of all ranks", "tokens"),
+    has_sum=True,
+    agreed=_agreed,
+    too_large=_too_large,
+    through_host=lambda ranks, sizes, element_bytes: _host_objection(ranks, sizes),
 )
 
 
@@ -232,11 +243,8 @@ class GemvAllReduce(KernelHandle):
         self._stages = tiling.stages_in(
             shared_bytes_of(comm.device, tiling.per_unit), self.weight_dtype.itemsize, dtype.itemsize, self.padded
         )
-        self.cells = comm.empty(2 * comm.world_size * rows * self.padded, dtype=torch.int64)
-        self.cells.zero_()
-        self.kernel = comm.load_kernel(_gemv_cells, flags=0)
-        self._addresses = comm.peers(self.cells)  # now, as the first launch may be captured
-        comm.barrier()  # all cells are 0 before any is written
+        count = 2 * comm.world_size * rows * self.padded
+        self.kernel, self.cells, self.addresses = load_with_cells(comm, _gemv_cells, count)
 
     def run(
         self,
@@ -260,7 +268,7 @@ class GemvAllReduce(KernelHandle):
         with refusing_tiles(NAME, tiling):
             self.kernel.launch(
                 (self.programs,),
-                self._addresses,
+                self.addresses,
                 self.cells,
                 out,
                 weight,

@@ -54,6 +54,10 @@ HOST_LL_BYTES = MOST_LL_BYTES
 """Bytes from a rank to all its peers up to which data travels with its own flags through host memory. An all-reduce of
 256 KB between two H200s takes 21.6 us so, and 37 by the host kernel (results/notes/kernels.md)."""
 
+HOST_LL_AT_ONCE_BYTES = 64 << 10
+"""Bytes from a rank to its only peer up to which each block has one tile. From there on it waits for some words while
+it stores others (``Protocol.LL_ONCE``)."""
+
 LARGE_PART_BYTES = 8 << 20
 
 LARGE_LIST_BYTES = 2 << 20
@@ -257,7 +261,7 @@ def kernel_program(
 
     Raises:
         ValueError: too many ranks or tensors, parts of different sizes, or collectives of a batch that differ in more
-            than their size.
+            than their size; two shots through host memory.
     """
     program = KernelProgram(collective, variant, Protocol.BLOCK_FLAGS, BLOCKS)
     listed, parts, n = program.listed, program.parts, program.world_size
@@ -275,6 +279,10 @@ def kernel_program(
         if problem := kernel_objection(part):
             raise ValueError(f"{name}: variant {variant!r} {problem}" + (f", in number {number}" if listed else ""))
     if through_host:
+        if program.two_shot:
+            raise ValueError(
+                f"{name}: variant through host memory (value={variant}, allowed=one_shot, one_shot_narrow)"
+            )
         narrow = Variant.of(variant).narrow
         blocks = NARROW_BLOCKS if narrow else HOST_BLOCKS
         return dataclasses.replace(program, protocol=_protocol_through_host(program), blocks=blocks)
@@ -309,12 +317,11 @@ def _protocol_of(program: KernelProgram, *, symmetric_input: bool, symmetric_out
 
 
 def _protocol_through_host(program: KernelProgram) -> Protocol:
-    if program.two_shot:
-        return Protocol.REDUCE
     is_small = program.root is None and program.part_bytes <= HOST_LL_BYTES // max(1, program.world_size - 1)
     if program.listed or not is_small:
         return Protocol.HOST
-    return Protocol.LL if program.distinct or program.world_size <= 2 else Protocol.LL_ONCE
+    to_one = program.world_size <= 2 and program.part_bytes <= HOST_LL_AT_ONCE_BYTES
+    return Protocol.LL if program.distinct or to_one else Protocol.LL_ONCE
 
 
 def _words(kind: Kind, reduction: Reduction | None, root: int | None) -> str:

@@ -104,9 +104,9 @@ def claims(
     heading=LABORATORY,
     examples=(
         ("sidelane figure", "all figures and tables, and who predicts and measures each"),
-        ("sidelane figure 003/13", "the DMA collectives paper's figure 13"),
-        ("sidelane figure 000/T2 --machine h200x4", "a table, predicted for four H200s"),
-        ("sidelane figure 000/8 --results c3.json", "beside a file of one's own"),
+        ("sidelane figure dma/13", "the DMA collectives paper's figure 13"),
+        ("sidelane figure conccl/T2 --machine h200x4", "a table, predicted for four H200s"),
+        ("sidelane figure conccl/8 --results c3.json", "beside a file of one's own"),
         ("sidelane figure --all --report out", "a page of all, in a minute"),
     ),
 )
@@ -153,8 +153,9 @@ def figure(
 ) -> None:
     """Draw a paper's figure: published, predicted and measured values in one picture.
 
-    Its numbers are printed. PAPER/FIGURE is 003/13 for figure 13 of the text 003 (docs/papers.md), or 000/T2 for a
-    table. Where one of the three sources is missing, a line says why. Without a number, all are listed.
+    Its numbers are printed. PAPER/FIGURE is conccl/8 for figure 8 of the ConCCL paper, dma/T1 for a table of the DMA
+    collectives paper; other papers are fused and overlap. 000/8 is the same by number (docs/papers.md). Where one
+    of the three sources is missing, a line says why. Without a number, all are listed.
     """
     with plain_errors():
         command = loaded("papers.figure_command")

@@ -49,6 +49,10 @@ class MachineName(click.types.StringParamType):
 
     name = "name_or_file"
 
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name as the catalogue writes it."""
+        return str(loaded("machines.load").canonical_name(super().convert(value, param, ctx)))
+
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Return the names that begin so; files where none does."""
         names = loaded("machines.load").machine_names()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from sidelane.cli.output import STDOUT
 PIPED_COLUMNS = 10_000
 """Width in columns of output that is no terminal: readers of a pipe fold lines as they like."""
 
-PIPED_PROGRESS_S = 3.0
+PIPED_PROGRESS_S = 2.0
 """Seconds between lines of progress where stderr is no terminal."""
 
 
@@ -39,23 +40,26 @@ def progress_console() -> rich.console.Console:
 def progress(text: str) -> Iterator[Callable[[str], None]]:
     """Show on stderr what is being done, and yield a function that adds the present step to it.
 
-    A terminal has a line that changes. Elsewhere a line is printed every few seconds, at steps.
+    A terminal has a line that changes. Elsewhere a line is printed every few seconds.
     """
     console = progress_console()
     if console.is_terminal:
         with console.status(text) as status:
             yield lambda step: status.update(f"{text}: {step}")
         return
-    began = printed = time.monotonic()
+    began, ended, steps = time.monotonic(), threading.Event(), ["..."]
 
-    def update(step: str) -> None:
-        nonlocal printed
-        now = time.monotonic()
-        if now - printed >= PIPED_PROGRESS_S:
-            printed = now
-            console.print(f"{text}: {step} ({now - began:.0f} s)", markup=False, highlight=False)
+    def report() -> None:
+        while not ended.wait(PIPED_PROGRESS_S):
+            console.print(f"{text}: {steps[-1]} ({time.monotonic() - began:.0f} s)", markup=False, highlight=False)
 
-    yield update
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        yield steps.append
+    finally:
+        ended.set()
+        reporter.join()
 
 
 def _fitted(console: rich.console.Console) -> rich.console.Console:

@@ -30,6 +30,8 @@ RUNS = {"measured": RunStatus.MEASURED, "never": RunStatus.UNRUN, "unsupported":
 """Values of ``runs``. A machine takes over only ``unsupported`` from its base: AMD GPUs, which never ran Sidelane."""
 MOST_NODES = 1024
 """Nodes at the most of a machine that the catalogue describes with two."""
+NOT_THE_NAME = re.compile(r"\d+ ?gb|nvidia|amd|instinct|geforce|rtx|sxm\d?|hgx|nodes?|gpus?|\bof\b|[-_*]")
+"""Parts of the names that people write which say nothing more than the GPU does."""
 OF_ONE_GPU = ("power",)  # optional sections that a machine with other GPUs does not take over from its base
 QUANTITY_KEYS = ("value", "source", "of", "low", "high")
 
@@ -68,16 +70,23 @@ def machine_names(*, one_node: bool = False) -> tuple[str, ...]:
 def canonical_name(text: str) -> str:
     """Return a machine's name as the catalogue writes it, of the ways in which people write it.
 
-    >>> [canonical_name(text) for text in ("8xH100", "2xh100x8", "2x8xh100", "mi300xx8", "8xmi300x", "h200x4")]
-    ['h100x8', 'h100x8x2', 'h100x8x2', 'mi300x8', 'mi300x8', 'h200x4']
+    More GPUs than a node has are whole nodes; a DGX has eight GPUs. What names no GPU of the catalogue is returned.
+
+    >>> [canonical_name(text) for text in ("8 x H100 SXM", "2x8xh100", "DGX-H100", "256xMI300X", "2xRTX4090", "h200x4")]
+    ['h100x8', 'h100x8x2', 'h100x8', 'mi300x8x32', '4090x2', 'h200x4']
     """
-    parts = [part for part in text.strip().lower().split("x") if part]
-    gpus = [part for part in parts if not part.isdecimal()]
-    if len(gpus) != 1:
+    largest: dict[str, int] = {}
+    for gpu, gpus in re.findall(r"(?m)^(\w+?)x(\d+)(?:x\d+)?$", "\n".join(machine_names())):
+        largest[gpu] = max(largest.get(gpu, 0), int(gpus))
+    plain = NOT_THE_NAME.sub(" ", text.lower()).replace("dgx", "8x")
+    found = re.fullmatch(rf"([\dx\s]*?)({'|'.join(largest)})([\dx\s]*)", plain)
+    if found is None or re.search("a100.*80 ?gb", text.lower()):  # the catalogue's have 40 GB
         return text
-    place = parts.index(gpus[0])
-    counts = [*parts[place + 1 :], *reversed(parts[:place])]  # GPUs of a node, then nodes
-    return "x".join((gpus[0], *(count for number, count in enumerate(counts) if number == 0 or count != "1")))
+    before, gpu, after = found.groups()
+    counts = [*re.findall(r"\d+", after), *reversed(re.findall(r"\d+", before))]  # GPUs of a node, then nodes
+    if len(counts) == 1 and int(counts[0]) > largest[gpu] and int(counts[0]) % largest[gpu] == 0:
+        counts = [str(largest[gpu]), str(int(counts[0]) // largest[gpu])]
+    return "x".join((gpu, *(count for number, count in enumerate(counts) if number == 0 or count != "1")))
 
 
 @functools.cache

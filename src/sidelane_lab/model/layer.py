@@ -172,20 +172,18 @@ class Pass:
     straight: bool = False
 
 
-def layer_kernels(machine: Machine, step: Step, way: Pass, limit: int | None = None) -> tuple[Tiled, ...]:
-    """A layer's kernels one after another; the backward pass has each GEMM twice. ``limit``: units that they have."""
+def layer_kernels(machine: Machine, step: Step, way: Pass) -> tuple[Tiled, ...]:
+    """A layer's kernels one after another; the backward pass has each GEMM twice."""
     if way.backward and step.recomputed:
         once = dataclasses.replace(step, recomputed=False)
-        again = layer_kernels(machine, once, Pass(False, gathered=False, straight=way.straight), limit)
-        return again + layer_kernels(machine, once, way, limit)
+        again = layer_kernels(machine, once, Pass(False, gathered=False, straight=way.straight))
+        return again + layer_kernels(machine, once, way)
     units, launch = int(machine.gpu.units), float(machine.matmul.launch_us)
-    usable = units if limit is None else limit
 
     def short(name: str, whole_us: float, nbytes: float = 0.0) -> Tiled:
-        time_us, traffic = whole_us / WAVES * units / usable, nbytes / usable / WAVES
-        return Tiled(name, WAVES * usable, time_us, traffic, limit=limit, fixed_us=launch / WAVES)
+        return Tiled(name, WAVES * units, whole_us / WAVES, nbytes / units / WAVES, fixed_us=launch / WAVES)
 
-    gemms = [gemm_kernel(machine, gemm, limit=limit) for gemm in gemms_of(step, backward=way.backward)]
+    gemms = [gemm_kernel(machine, gemm) for gemm in gemms_of(step, backward=way.backward)]
     elementwise, copies = elementwise_bytes(machine, step, way), copied_bytes(machine, step, way)
     whole_us = (elementwise / ELEMENTWISE_SHARE + copies / COPY_SHARE) / _reachable(machine)
     between = short("elements", whole_us / len(gemms), (elementwise + copies) / len(gemms))

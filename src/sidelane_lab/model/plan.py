@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,11 @@ from sidelane_lab.harness.table import Line, Table, without_empty_columns
 from sidelane_lab.harness.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.load import MOST_NODES, find, with_nodes
 from sidelane_lab.machines.numbers import write_report
-from sidelane_lab.machines.ranges import Band, Variation, ends, predict_each, variations
+from sidelane_lab.machines.ranges import Band
 from sidelane_lab.machines.spec import Machine, RunStatus
 from sidelane_lab.model.layer import ADAM_BYTES, MODELS, WEIGHT_BYTES, Step, ends_us, step_memory
-from sidelane_lab.model.training import STRATEGIES, WAYS, StepTimes, compute_us, step_times, sustained
+from sidelane_lab.model.training import WAYS, StepTimes, step_times, sustained
 
-OF_COLLECTIVES = ("links", "dma", "library")
-SECTIONS = ("gpu", "matmul", "interference", *OF_COLLECTIVES)
-"""Sections of a description whose numbers a step depends on."""
 WORTH = 0.01
 """Share of a step that a change must save to be named."""
 MACHINE = "h100x8x2"
@@ -40,8 +37,6 @@ CODE = {
 """Calls that a program writes, by strategy."""
 SMALL_ADAM_BYTES = 2
 """Bytes of both moments of a parameter where an optimizer keeps them in 8 bits."""
-AMONG_NODES = tuple(name for name, way in WAYS.items() if not way.apart)
-"""Strategies among several nodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,14 +47,11 @@ class PlannedStep:
         sharding: ``FSDP2`` or ``HSDP``.
         strategy: one of ``STRATEGIES``.
         times: of the step.
-        low_us, high_us: what stays exposed over the plausible values of the description's numbers; None: not swept.
     """
 
     sharding: str
     strategy: str
     times: StepTimes
-    low_us: float | None = None
-    high_us: float | None = None
 
     @property
     def exposed_percent(self) -> float:
@@ -116,8 +108,6 @@ class TrainingPlan:
                 "strategy": one.strategy,
                 **dataclasses.asdict(one.times),
                 "exposed_us": one.times.exposed_us,
-                "exposed_low_us": one.low_us,
-                "exposed_high_us": one.high_us,
             }
             for one in self.ways
         ]
@@ -317,49 +307,21 @@ def plan(
     """Predict a step in every way.
 
     Args:
-        machine: one node, whose step has the range of the description's numbers; or several, in each of the shardings.
+        machine: one node; or several, in each of the shardings.
         step: the model and its tokens.
         shardings: among several nodes.
-        progress: is called with each step of a range.
+        progress: is called with each way.
     """
-    if machine.nodes == 1:
-        return TrainingPlan(machine, step, tuple(_with_ranges(machine, step, progress)))
-    ways = (
-        PlannedStep(sharding, strategy, step_times(machine, step, strategy, hybrid=sharding == HSDP))
-        for sharding in shardings
-        for strategy in AMONG_NODES
-    )
+    ways = []
+    for sharding in shardings if machine.nodes > 1 else (FSDP,):
+        for strategy, way in WAYS.items():
+            # Through host memory FSDP2 cannot gather into the parameters (docs/guide/without-nvlink.md).
+            if not (way.straight and machine.through_host):
+                progress(f"{machine.title}, {sharding}, {strategy}")
+                ways.append(
+                    PlannedStep(sharding, strategy, step_times(machine, step, strategy, hybrid=sharding == HSDP))
+                )
     return TrainingPlan(machine, step, tuple(ways))
-
-
-def _with_ranges(machine: Machine, step: Step, progress: Callable[[str], None]) -> Iterator[PlannedStep]:
-    """Yield every strategy in a node with its range: one number at a time at both ends of its own; squares add."""
-    compute = compute_us(machine, step)
-    least = compute_us(machine, step, straight=True) - compute
-    # Through host memory FSDP2 cannot gather into the parameters (docs/guide/without-nvlink.md).
-    times = {
-        strategy: step_times(machine, step, strategy, compute)
-        for strategy in STRATEGIES
-        if not (WAYS[strategy].straight and machine.through_host)
-    }
-
-    def exposed(variation: Variation) -> dict[str, float]:
-        section = variation.path.partition(".")[0]
-        alone = compute if section in OF_COLLECTIVES else compute_us(variation.machine, step)
-        # The library does without engines.
-        concerned = {name: one for name, one in times.items() if section != "dma" or WAYS[name].gathers}
-        return {
-            name: step_times(variation.machine, step, name, alone, one.units or None).exposed_us
-            for name, one in concerned.items()
-        }
-
-    varied: dict[str, list[float]] = {strategy: [] for strategy in times}
-    for _, changed in predict_each(variations(machine, SECTIONS), exposed, progress):
-        for strategy, exposed_us in changed.items():
-            varied[strategy].append(exposed_us)
-    for strategy, known in times.items():
-        low, high = ends(known.exposed_us, varied[strategy])
-        yield PlannedStep(FSDP, strategy, known, max(least if WAYS[strategy].straight else 0.0, low), high)
 
 
 def plan_table(plans: Sequence[TrainingPlan]) -> Table:
@@ -371,8 +333,7 @@ def plan_table(plans: Sequence[TrainingPlan]) -> Table:
         for one in planned.ways:
             times = (one.times.time_us, one.times.compute_us, one.times.communication_us, one.times.exposed_us)
             where = (str(planned.machine.nodes), one.sharding) if is_among else ("", "")
-            plausible = "" if one.low_us is None or one.high_us is None else f"{_ms(one.low_us)} .. {_ms(one.high_us)}"
-            cells = (*where, _named(one), *map(_ms, times), f"{one.exposed_percent:.0f}", plausible)
+            cells = (*where, one.strategy, *map(_ms, times), f"{one.exposed_percent:.0f}")
             lines.append(Line(cells))
     there = f"nodes of {machine.title.split(' nodes of ', 1)[-1]}, {machine.links.network}"
     notes = [
@@ -388,9 +349,7 @@ def plan_table(plans: Sequence[TrainingPlan]) -> Table:
         ]
     else:
         notes += [
-            "plausible: over the ranges of the description's numbers",
             "library: any priority, since a collective is ready before the kernel that it runs beside",
-            "own units: the best of powers of two, which nothing else runs on in the whole step; never measured",
             "how far predicted steps were off on two H200s: docs/lab/model.md",
         ]
     if recomputed := [str(one.machine.nodes) for one in plans if one.step.recomputed]:
@@ -398,7 +357,7 @@ def plan_table(plans: Sequence[TrainingPlan]) -> Table:
         notes.append(f"layers are recomputed in the backward pass{where_so}")
     asked = f"{step.model.name}, {step.model.layers} layers, {step.tokens} tokens a rank"
     title = f"{asked}, {'on ' + there if is_among else 'FSDP on ' + machine.title}: predicted, ms"
-    times_of = ("step", "compute", "collectives\nalone", "exposed", "%", "plausible")
+    times_of = ("step", "compute", "collectives\nalone", "exposed", "%")
     columns = ("nodes", "<sharding", "<strategy", *times_of)
     return without_empty_columns(Table(title, columns, tuple(lines), tuple(notes), keys=3))
 
@@ -414,9 +373,6 @@ def advice(planned: TrainingPlan) -> list[str]:
     if best.strategy != "library" and saved > WORTH * library.time_us:
         share = 100 * saved / library.time_us
         lines.append(f"{where}{_recipe(best)}: {_ms(saved)} ms a step less ({share:.0f}%).")
-        least_us, most_us = planned.usual.low_us, best.high_us
-        if least_us is not None and most_us is not None and least_us < most_us:
-            lines.append("The plausible ranges overlap: measure before you count on it.")
     else:
         lines.append(f"{where}Leave the library's kernels: copy engines save less than 1% of this step.")
     if best.times.communication_us > best.times.compute_us:
@@ -433,15 +389,9 @@ def advice(planned: TrainingPlan) -> list[str]:
 
 def _recipe(one: PlannedStep) -> str:
     way = WAYS[one.strategy]
-    if not way.gathers:
-        return f"Give the library's kernels {one.times.units} units of their own"
     moved = "all-gathers and reduce-scatters" if way.scatters else "all-gathers"
     where = "copy engines, straight into the parameters" if way.straight else "copy engines"
     return f"Run {moved} on {where}"
-
-
-def _named(one: PlannedStep) -> str:
-    return one.strategy.replace("own units", f"{one.times.units} own units") if one.times.units else one.strategy
 
 
 def _ms(us: float) -> str:

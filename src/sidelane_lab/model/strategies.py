@@ -12,14 +12,23 @@ from sidelane_lab.model.device import Gang, Tiled, run_device
 from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs, stretched
 from sidelane_lab.model.gemm import bound_of, gemm_kernel, gemm_us
 from sidelane_lab.model.kernels import own_chunk_gang, own_gang
-from sidelane_lab.pairs.workload import Bound, C3Class, Workload, applies, classify, ideal_speedup, percent_of_ideal
+from sidelane_lab.pairs.workload import (
+    Bound,
+    C3Class,
+    Workload,
+    applies,
+    classify,
+    ideal_speedup,
+    percent_of_ideal,
+    possible_percent,
+)
 from sidelane_lab.sim import Interval
 
 ROUNDING = 1e-9
 """Relative difference of times that is none: the fewest units of equal ones are taken."""
 
-MOST_LOST, MOST_WON = -100.0, 105.0
-"""Percent of ideal below and above which a number says nothing more."""
+# Percent of ideal below which a number says nothing more.
+MOST_LOST = -100.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,13 +76,7 @@ class Prediction:
         gained: then its collective is another one; and where a memory-bound GEMM gains more by fewer units than there
         is to hide. ``speedup`` says what either comes to.
         """
-        percent = percent_of_ideal(self.gemm_us, self.best_comm_us, self.time_us)
-        return None if percent is None or not MOST_LOST <= percent <= MOST_WON else percent
-
-    @property
-    def percent_of_library(self) -> float | None:
-        """The papers' number: of the ideal gain with the library's collective. A faster one can pass 100."""
-        return percent_of_ideal(self.gemm_us, self.comm_us, self.time_us)
+        return possible_percent(percent_of_ideal(self.gemm_us, self.best_comm_us, self.time_us), MOST_LOST)
 
     @property
     def c3_class(self) -> C3Class:

@@ -32,7 +32,6 @@ from sidelane_lab.model.collectives import default_units
 from sidelane_lab.model.device import Gang, Tiled, run_device
 from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs, named_gangs, rails_gang
 from sidelane_lab.model.layer import ELEMENT, Pass, Step, layer_kernels
-from sidelane_lab.model.strategies import partitions
 
 SUSTAINED = 0.11
 """Share by which GEMMs of a step take longer than alone, since the GPU is at its power cap all the time: between the 9
@@ -60,18 +59,15 @@ class StepWay:
     Attributes:
         gathers, scatters: all-gathers and reduce-scatters run on copy engines.
         straight: parameters are gathered to where they are used, so that nothing is copied out.
-        apart: the library's kernels have compute units of their own, which nothing else runs on in the whole step.
     """
 
     gathers: bool = False
     scatters: bool = False
     straight: bool = False
-    apart: bool = False
 
 
 WAYS = {
     "library": StepWay(),
-    "library, own units": StepWay(apart=True),
     "dma all-gather": StepWay(gathers=True),
     "dma both": StepWay(gathers=True, scatters=True),
     "straight all-gather": StepWay(gathers=True, straight=True),
@@ -84,14 +80,12 @@ STRATEGIES = tuple(WAYS)
 class StepTimes:
     """Microseconds of a step: with communication, without, and the collectives alone, one after another.
 
-    The step without has copies out of buffers, so that a way that needs none can expose less than nothing. ``units``:
-    of the library's kernels, where they have some of their own; else 0.
+    The step without has copies out of buffers, so that a way that needs none can expose less than nothing.
     """
 
     time_us: float
     compute_us: float
     communication_us: float
-    units: int = 0
 
     @property
     def exposed_us(self) -> float:
@@ -109,7 +103,6 @@ def step_times(
     step: Step,
     strategy: str,
     alone_us: float | None = None,
-    units: int | None = None,
     *,
     hybrid: bool = False,
 ) -> StepTimes:
@@ -118,21 +111,18 @@ def step_times(
     Args:
         machine: one node, or several.
         step: the model and its tokens.
-        strategy: one of ``STRATEGIES``: the library's kernels, or these on units of their own; all-gathers on copy
-            engines, or reduce-scatters, too; out of buffers, or straight into the parameters.
+        strategy: one of ``STRATEGIES``: the library's kernels; all-gathers on copy engines, or reduce-scatters, too;
+            out of buffers, or straight into the parameters.
         alone_us: of the step without communication, if it is known.
-        units: of their own; None: the best power of two.
         hybrid: each node has all shards, so that layers are gathered and scattered within it, and replicated among
             nodes (HSDP); False: shards are spread over all ranks.
 
     Raises:
-        ValueError: another strategy, or units of their own on several nodes.
+        ValueError: another strategy.
     """
     if strategy not in WAYS:
         raise ValueError(f"step_times: strategy (value={strategy!r}, allowed={', '.join(STRATEGIES)})")
     way = WAYS[strategy]
-    if way.apart:
-        machine.refuse_nodes(f"step_times: {strategy}")
     machine = machine.with_value("interference.copies", max(BESIDE_COPIES, float(machine.interference.copies)))
     machine = ordinary(machine)
     among = machine if hybrid and machine.nodes > 1 else None
@@ -140,35 +130,24 @@ def step_times(
         machine = dataclasses.replace(machine, nodes=1)
     if alone_us is None:
         alone_us = compute_us(machine, step)
-    options = [0] if not way.apart else partitions(machine) if units is None else [units]
-    found = [_with_units(machine, step, way, alone_us, option, among) for option in options]
-    return min(found, key=lambda times: times.time_us)
-
-
-def _with_units(
-    machine: Machine, step: Step, way: StepWay, alone_us: float, units: int, among: Machine | None
-) -> StepTimes:
-    """Return a step's times; ``among``: nodes that have all shards each."""
     nbytes = step.model.parameters * ELEMENT
     on_engines = {Kind.ALL_GATHER: way.gathers, Kind.REDUCE_SCATTER: way.scatters}
 
-    def library(kind: Kind) -> tuple[Gang, ...]:
-        own = units or None
-        return library_gangs(machine, kind, nbytes, units=own, reserved=way.apart, priority=1)
-
-    gangs = {kind: engine_gangs(machine, kind, nbytes) if on else library(kind) for kind, on in on_engines.items()}
+    gangs = {
+        kind: engine_gangs(machine, kind, nbytes) if on else library_gangs(machine, kind, nbytes, priority=1)
+        for kind, on in on_engines.items()
+    }
     if among is not None:
         added = rails_gang(among, Kind.ALL_REDUCE, nbytes // among.gpus)
         gangs[Kind.ALL_REDUCE] = (dataclasses.replace(added, priority=1),)
     alone = {kind: gangs_us(machine, parts) for kind, parts in gangs.items()}
     layers = step.model.layers
     communication = sum(alone.values()) * layers + (layers - 1) * alone[Kind.ALL_GATHER]
-    limit = int(machine.gpu.units) - units if units else None
     machines = orders(sustained(machine, COMMUNICATING))
-    if way.apart or (way.gathers and way.scatters):
+    if way.gathers and way.scatters:
         machines = machines[:1]
-    times = [_scaled(one, step, tuple(gangs.items()), way.straight, limit) for one in machines]
-    return StepTimes(statistics.fmean(times), alone_us, communication, units)
+    times = [_scaled(one, step, tuple(gangs.items()), way.straight) for one in machines]
+    return StepTimes(statistics.fmean(times), alone_us, communication)
 
 
 def orders(going: Machine) -> list[Machine]:
@@ -203,9 +182,9 @@ def sustained(machine: Machine, communicating: float = 0.0) -> Machine:
 
 
 @remembered(*ON_A_GPU, maxsize=1024)
-def _scaled(machine: Machine, step: Step, gangs: Gangs | None, straight: bool, limit: int | None = None) -> float:
+def _scaled(machine: Machine, step: Step, gangs: Gangs | None, straight: bool) -> float:
     """Return the time of all layers, from a few that are simulated."""
-    few, more = (run_device(machine, step_kernels(machine, step, n, gangs, straight, limit)).time_us for n in SIMULATED)
+    few, more = (run_device(machine, step_kernels(machine, step, n, gangs, straight)).time_us for n in SIMULATED)
     return more + (step.model.layers - SIMULATED[1]) * (more - few) / (SIMULATED[1] - SIMULATED[0])
 
 
@@ -215,12 +194,8 @@ def step_kernels(
     layers: int,
     gangs: Gangs | None,
     straight: bool,
-    limit: int | None = None,
 ) -> list[Tiled | Gang]:
-    """Return kernels of a step in launch order. A layer's last kernel, and a collective's, has the layer's or its name.
-
-    ``limit``: compute units of all but the collectives.
-    """
+    """Return kernels of a step in launch order. A layer's last kernel has the layer's name, a collective's its own."""
     found: list[Tiled | Gang] = []
     by_kind = dict(gangs or ())
     order = [("F", i) for i in range(layers)] + [("B", i) for i in reversed(range(layers))]
@@ -241,7 +216,7 @@ def step_kernels(
             gather(f"AG {phase_next}{following}", before)  # the buffer of the layer before is free
         needs = (f"AG {phase}{i}",) if f"AG {phase}{i}" in gathered else ()
         way = Pass(phase == "B", f"AG {phase}{i}" in gathers, straight)
-        found += _layer(_kernels(machine, step, way, limit), f"{phase}{i}", (*before, *needs))
+        found += _layer(_kernels(machine, step, way), f"{phase}{i}", (*before, *needs))
         if phase == "B" and gangs is not None:
             behind = (f"B{i}", *((f"RS {i + 1}",) if i < last else ()))
             found += named_gangs(by_kind[Kind.REDUCE_SCATTER], f"RS {i}", behind)

@@ -13,7 +13,7 @@ from sidelane.c3.strategies import named
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.ways import Job, Rounds, WayOutcome
 from sidelane_lab.pairs.pair import HIDE_LAUNCH_US, GemmRun, Pair, PairLaunch, Workers
-from sidelane_lab.pairs.workload import Gemm, ideal_speedup, percent_of_ideal, speedup
+from sidelane_lab.pairs.workload import Gemm, ideal_speedup, percent_of_ideal, possible_percent, speedup
 
 K = TypeVar("K", bound=Hashable)
 
@@ -36,7 +36,7 @@ class RoundTimes:
             "best_comm_us": statistics.median(self.best),
             "speedup": statistics.median(speedup(*times) for times in rounds),
             "ideal": statistics.median(map(ideal_speedup, self.gemm, self.best)),
-            "percent_of_ideal": self.percent_of_ideal(),
+            "percent_of_ideal": possible_percent(self.percent_of_ideal()),
         }
 
     def percent_of_ideal(self) -> float | None:

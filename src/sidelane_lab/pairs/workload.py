@@ -23,6 +23,9 @@ COMPARABLE = 1.15
 LEAST_GAIN = 0.05
 """Ideal gain below which a percentage of it is meaningless."""
 
+# Percent of ideal above which a row says that one of its times is wrong: noise reaches a few percent beyond 100.
+MOST_PERCENT = 105.0
+
 LIBRARY = ("nccl", "gloo")
 """Names of the vendor library's own kernels: whichever of these exists on the device."""
 
@@ -265,6 +268,19 @@ def percent_of_ideal(gemm_us: float, comm_us: float, time_us: float) -> float | 
     if possible < LEAST_GAIN:
         return None
     return 100.0 * (speedup(gemm_us, comm_us, time_us) - 1.0) / possible
+
+
+def possible_percent(percent: float | None, least: float = -math.inf) -> float | None:
+    """Return a percent of ideal; None for one that is set aside, by the same rule for predictions and measurements.
+
+    Args:
+        percent: of ideal, or None.
+        least: percent below which it is set aside, too.
+
+    >>> possible_percent(102.0), possible_percent(159.0)
+    (102.0, None)
+    """
+    return None if percent is None or not least <= percent <= MOST_PERCENT else percent
 
 
 def implementations_of(mover: Mover) -> tuple[str, ...]:

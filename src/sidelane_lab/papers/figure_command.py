@@ -22,6 +22,7 @@ from sidelane_lab.machines.load import find
 from sidelane_lab.papers import conccl_figures, dma_figures, fused_figures, overlap_figures
 from sidelane_lab.papers.figures import (
     MEASURED,
+    NAMES_OF_PAPERS,
     PUBLISHED,
     ClaimPredictions,
     FigureValues,
@@ -115,18 +116,25 @@ def main(options: FigureOptions) -> None:
 
 
 def figure_of(text: str) -> PaperFigure:
-    """Return the figure or the table of a number: ``003/13``, ``3/13``, ``000/T2``, ``002/8``.
+    """Return the figure or the table of a number: ``conccl/8``, ``003/13``, ``3/13``, ``dma/T2``, ``002/8``.
 
     Raises:
         ValueError: there is none, or it has no values.
     """
-    paper, _, name = text.strip().partition("/")
-    paper = "000" if paper.zfill(3) == "002" else paper.zfill(3)
-    name = re.sub(r"^T", "T", name.strip(), flags=re.IGNORECASE).replace("(", "").replace(")", "")
+    paper, _, name = text.lower().replace(" ", "").rpartition("/")
+    numbers = {words.split()[0].lower(): number for number, words in NAMES_OF_PAPERS.items()} | {
+        "002": "000",
+        "2": "000",
+    }
+    paper = numbers.get(paper, paper and paper.zfill(3))
+    name = re.sub(r"^(figure|fig\.?)|[()]", "", name).replace("table", "t").replace("t", "T")
     found = FIGURES.get(f"{paper}/{name}")
     if found is None:
         allowed = ", ".join(FIGURES)
-        raise ValueError(f"figure: number (value={text!r}, allowed={allowed}: diagrams and equipment have no values)")
+        meant = " or ".join(number for number in FIGURES if number.endswith(f"/{name}"))
+        question = f" (did you mean {meant}?)" if meant else ""
+        text = f"(value={text!r}, allowed={allowed}: diagrams and equipment have no values)"
+        raise ValueError(f"figure: number {text}{question}")
     return found
 
 

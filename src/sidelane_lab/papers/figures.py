@@ -37,6 +37,13 @@ MOST_PANELS = 4
 PANEL_INCHES = 3.4
 """Height of a row of panels."""
 NO_POINTS = "its points have no labels in the text: means and limits only"
+NAMES_OF_PAPERS = {
+    "000": "ConCCL paper",
+    "001": "Fused operators paper",
+    "003": "DMA collectives paper",
+    "004": "Overlap paper",
+}
+"""Names of the papers (docs/papers.md). The first word is a number's other form: ``conccl/8``."""
 NO_NUMBERS = "the text has no number of it"
 
 
@@ -163,8 +170,10 @@ class FigureValues:
 
     @property
     def title(self) -> str:
-        """Number and caption."""
-        return f"{self.figure.number}: {self.figure.caption}"
+        """Paper, number and caption."""
+        paper, _, name = self.figure.number.partition("/")
+        what = f"table {name.removeprefix('T')}" if self.figure.is_table else f"figure {name}"
+        return f"{NAMES_OF_PAPERS[paper]}, {what}: {self.figure.caption}"
 
     def shown(self) -> list[tuple[str, AnyPanel]]:
         """Return the measured panels of the picture, each with where it is from."""

@@ -276,11 +276,7 @@ def _between_nodes(choose: Callable[[list[float]], float]) -> Callable[[ResultFi
 
 
 def _by_programs(before: int, after: int) -> Callable[[FusedReadings], float]:
-    def read(fused: FusedReadings) -> float:
-        times = fused.by_programs()
-        return 100 * (times[after] / times[before] - 1)
-
-    return read
+    return lambda fused: 100 * (fused.by_programs()[after] / fused.by_programs()[before] - 1)
 
 
 def _one_node(context: FusedContext) -> dict[str, object]:

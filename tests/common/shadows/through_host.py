@@ -31,8 +31,6 @@ def through_host(program: KernelProgram, blocks: int, tile_bytes: int) -> Progra
         else:
             for peer in others(rank, n):
                 yield from copied(tensors.staged(rank, tile, peer), tile.input(rank, peer))
-        if reduction is None and root is None and tensors.shards == 1:
-            yield from copied(tile.output(rank, rank), tile.input(rank))
 
     def load(rank: int, tile: Tile) -> Iterator[Command]:
         mine = rank if tensors.shards > 1 else 0
@@ -41,8 +39,7 @@ def through_host(program: KernelProgram, blocks: int, tile_bytes: int) -> Progra
         elif reduction is None:
             for peer in others(rank, n):
                 yield from copied(tile.output(rank, peer), tensors.staged(peer, tile, mine))
-            if tensors.shards > 1:
-                yield from copied(tile.output(rank, rank), tile.input(rank, rank))
+            yield from copied(tile.output(rank, rank), tile.input(rank, mine))
         else:
             srcs = (tile.input(rank, mine) if peer == rank else tensors.staged(peer, tile, mine) for peer in range(n))
             yield from reduced(tile.output(rank), tuple(srcs), reduction)

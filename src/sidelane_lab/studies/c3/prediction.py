@@ -30,7 +30,7 @@ from sidelane_lab.model.collectives import KINDS, default_units
 from sidelane_lab.model.device import run_device
 from sidelane_lab.model.strategies import PairAlone, Prediction, objection, pair_kernels, predict
 from sidelane_lab.model.study import TABLE_II, c3_study
-from sidelane_lab.pairs.workload import C3Class, Workload, gemm_of, ideal_speedup, parse_workload
+from sidelane_lab.pairs.workload import C3Class, Workload, gemm_of, ideal_speedup, parse_workload, percent_of_ideal
 from sidelane_lab.studies.c3.rows import C3Row, strategy_of
 
 SERIAL = "serial"
@@ -118,7 +118,7 @@ def _row(found: Prediction) -> C3Row:
         speedup=(found.gemm_us + best_us) / found.time_us,
         ideal=ideal_speedup(found.gemm_us, best_us),
         percent_of_ideal=found.percent,
-        percent_of_ideal_nccl=found.percent_of_library,
+        percent_of_ideal_nccl=percent_of_ideal(found.gemm_us, found.comm_us, found.time_us),
         units=found.units,
         note=other,
     )

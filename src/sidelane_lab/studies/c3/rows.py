@@ -14,6 +14,7 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Results
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of, number
+from sidelane_lab.pairs.workload import possible_percent
 
 NOT_RUN = "not run: "
 """Begins the notes of rows of pairs that were left out."""
@@ -55,7 +56,8 @@ class C3Row(PairRow):
         time_us: time of both, side by side.
         speedup: (gemm + best_comm) / time.
         ideal: (gemm + best_comm) / max(gemm, best_comm).
-        percent_of_ideal: 100 (speedup - 1) / (ideal - 1).
+        percent_of_ideal: 100 (speedup - 1) / (ideal - 1). None where next to nothing can be gained, and above
+            ``MOST_PERCENT``: files of before December 2026 have such rows, which no mean counts.
         percent_of_ideal_nccl: percent of the papers' ideal: the same with the library's isolated time (NCCL's, Gloo's
             on CPUs) as best_comm, so that a faster collective can pass 100.
         correct: True if outputs of both agreed with a reference in this run.
@@ -160,7 +162,7 @@ def _class_tables(rows: Sequence[C3Row]) -> list[Table]:
     lines = []
     for (bound, c3_class), alike in cells:
         for strategy, same in grouped(alike, lambda row: row.strategy, ordered=False):
-            found = [row.percent_of_ideal for row in same if row.percent_of_ideal is not None]
+            found = [percent for row in same if (percent := possible_percent(row.percent_of_ideal)) is not None]
             if not found:
                 continue
             taken = ", ".join(map(str, sorted({row.units for row in same})))
