@@ -222,6 +222,8 @@ def test_the_first_line_answers_for_machines_that_nobody_has():
     assert reasons[2].startswith("by the built-in table h200x4") and reasons[3].startswith("simulated there: dma b2b ")
     assert "\nby the simulator" in run("explain", "all_gather", "1M", "--machine", "a40x4").output
     nodes = run("explain", "all_gather", "64M", "--machine", "2xh100x8").output
+    assert nodes.startswith("a process group takes flat: hierarchical ") and "Keep the vendor's library" not in nodes
+    nodes = run("explain", "all_gather", "64M", "--machine", "2xh100x8", "--beside", "compute").output
     assert nodes.startswith("a process group takes hierarchical: hierarchical ")
     assert "(predicted: never run there)\nKeep the vendor's library for this call: " in nodes
 
