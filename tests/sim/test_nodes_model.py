@@ -110,7 +110,9 @@ def test_explain_predicts_the_steps_on_a_machine_of_several_nodes():
 def test_explain_refuses_options_that_are_not_modelled_among_nodes(option):
     shown = run(f"explain all_gather 16M --machine h100x8x2 {option}")
     assert shown.exit_code == 2
-    assert f"{option.split()[0]} does not go with the nodes of h100x8x2 (allowed=--dtype, --json, --beside" in shown.output
+    assert (
+        f"{option.split()[0]} does not go with the nodes of h100x8x2 (allowed=--dtype, --json, --beside" in shown.output
+    )
 
 
 def test_collective_predicts_all_ways_by_size():
