@@ -138,7 +138,8 @@ def main() -> None:
     if rank == 0:
         rates = f"{before:.0f} with DDP and AdamW, {after:.0f} with the sharded AdamW"
         print(f"{words}\ntokens a second: {rates}", flush=True)
-    torch.testing.assert_close(course, expected, rtol=2e-2 if gpu else 1e-4, atol=0)
+    rtol = 2e-2 if gpu else 1e-4  # GPUs add gradients of attention in no fixed order
+    torch.testing.assert_close(course, expected, rtol=rtol, atol=0)
     assert course[-1] < course[0], course
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
@@ -149,9 +150,9 @@ def main() -> None:
         loaded.load(again, Path(shared[0]))
         dist.barrier()
     sizes.steps = 3
-    torch.testing.assert_close(
-        train(again, text, sizes, device, wait, loaded)[1], train(model, text, sizes, device, wait, optimizer)[1]
-    )
+    resumed = train(again, text, sizes, device, wait, loaded)[1]
+    onward = train(model, text, sizes, device, wait, optimizer)[1]
+    torch.testing.assert_close(resumed, onward, rtol=rtol, atol=0)
     print(
         f"rank {rank} of {world_size} on {device}: loss {course[0]:.3f} to {course[-1]:.3f}, the same with DDP, "
         "and goes on the same from a saved state"
