@@ -235,7 +235,9 @@ class GroupDispatcher:
         if not self.life.nodes.spans:
             return ""
         flat = call.operation.flat
-        choice = choose_steps(None if flat else Kind(call.operation.kind), call.nbytes, self.life.nodes, without=flat)
+        kind = None if flat else Kind(call.operation.kind)
+        beside = self.life.beside != settings.NOTHING
+        choice = choose_steps(kind, call.nbytes, self.life.nodes, beside=beside, without=flat)
         if choice.name == FLAT:
             return f"{FLAT}: {choice.reason}"
         call.reason = choice.reason
