@@ -30,6 +30,7 @@ from sidelane.ops import (
     experts,
     gemm,
     gemv,
+    rms_norm,
     rms_norm_kernels,
     rows,
 )
@@ -246,6 +247,7 @@ def test_both_norms_add_a_row_up_in_one_order(dtype: str, words: int, warps: int
         order_of(pushed, kinds, of_pushed, warps, ()),
     } if other == "pushed" else {
         order_of(cells, NORM, of_cells, 1, ("cells", *row_in_cells, *NORM_TENSORS)),
+        order_of(cells, NORM, of_cells, rms_norm.HOST_WARPS, ("cells", *row_in_cells, *NORM_TENSORS)),
         order_of(cells, NORM, of_cells | {"ONE": False}, 1, ("cells", *row_in_cells, *wide, *NORM_TENSORS)),
         order_of(cells, NORM.replace(" i32 i32 i32 fp32", " i32 i32 fp32"), of_cells | one, 1,
                  ("cells", *row_in_cells, *NORM_TENSORS)),
