@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -92,7 +93,10 @@ def test_thumb() -> None:
     def thumb(op: str, *sizes: int, n: int = 2, **options: object) -> str:
         return choose_method({}, op, n, sizes, **{"ways": ALL, **options}).candidate.name  # type: ignore[arg-type]
 
-    assert thumb("gemv_all_reduce", 8192, 8192, 1) == FUSED  # nothing is known of it
+    assert thumb("gemv_all_reduce", 8192, 8192, 1) == FUSED
+    for captured in (False, True):
+        assert thumb("gemv_all_reduce", 2560, 19456, 4, captured=captured) == UNFUSED  # tiles for 80 of 132 units
+        assert thumb("gemv_all_reduce", 2560, 19456, 1, captured=captured) == FUSED
     assert thumb(OP, 64, 64, 64) == UNFUSED  # the host's time
     assert thumb(OP, 8192, 1024, 8192, n=8, captured=True, ways=(FUSED, UNFUSED)) == FUSED  # mostly communication
     assert thumb(OP, 8192, 8192, 8192, n=4) == SPLIT
@@ -100,6 +104,17 @@ def test_thumb() -> None:
     assert thumb("all_to_all_gemm", 4096, 7168, 2048, **pair) == UNFUSED  # whose tiles wait for rows
     assert thumb("gemm_all_reduce", 64, 4096, 8192, captured=True) == UNFUSED  # too few rows
     assert thumb("gemm_all_reduce", 64, 64, 64, device_type="cpu", ways=(SPLIT, UNFUSED)) == SPLIT
+
+
+def test_a_gemv_goes_by_one_that_fills_as_much_of_the_gpu() -> None:
+    """Few rows are not judged by the built-in times of many, which stand on the same machine; of as many they are."""
+    own = fused_times("builtin", HERE)
+    for rows, tokens, told in ((8192, 4, "measured at 8192, 8192, 16"), (2560, 4, "rule"), (1024, 1, "rule")):
+        found = choose_method(own, "gemv_all_reduce", 2, (rows, 9728, tokens), element_bytes=2, captured=True)
+        assert told in found.reason, found
+    measured = some(op="gemv_all_reduce", captured=True, fused=1.0, unfused=2.0)
+    few = dataclasses.replace(measured, sizes=(2048, 9728, 4))
+    assert choose_method({"own": (few,)}, few.op, 2, (2240, 9728, 8), captured=True).candidate.name == FUSED
 
 
 def test_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

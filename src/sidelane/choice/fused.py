@@ -31,6 +31,9 @@ ORDERS = (REMOTE_FIRST, OBLIVIOUS)
 ROUTED = "gemm_all_to_all", "all_to_all_gemm"
 """Operators whose weight may be of several experts a rank."""
 
+GEMV, GEMV_TILE_ROWS = "gemv_all_reduce", 16
+"""Name of the operator, and number of rows of a tile for one token; twice as many for several (``ops.gemv``)."""
+
 WITHOUT_KERNEL = "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"
 """Operators that are split or unfused: fused kernels took longer at every shape (results/notes/kernels.md)."""
 
@@ -49,6 +52,16 @@ SPLIT_SPEED, PIECES = 0.95, 4
 ROW_PARTS, HIDDEN, ROW_PART_US = 2, 0.2, 30.0
 """Default number of parts of rows before all-reduces, share of all of these that products hide, and microseconds that a
 further part costs (results/h200x2/gemm-all-reduce.txt)."""
+
+GEMV_US, GEMV_SUM_US, GEMV_BYTES_PER_US = 3.4, 5.0, 4.2e6
+"""Microseconds that a fused GEMV takes beside its stream of weights, and those of a product and an all-reduce of its
+sums; rate of that stream where blocks fill the GPU (results/h200x2/fused.json)."""
+
+GEMV_SUMS_BYTES_PER_US = 100e3
+"""Rate of an all-reduce of few bytes (8192 x 8192, 1 and 16 tokens)."""
+
+ALIKE_FILL = 1.1
+"""Largest factor between the shares of a GPU that blocks of two GEMVs fill, for one to say what the other takes."""
 
 CALL_US, PART_US = 5.0, 2.7
 """Microseconds of a separate collective, and of a part in a graph (results/h200x2/probes.txt)."""
@@ -167,8 +180,8 @@ def choose_method(
     'unfused: 15 us expected, next fused 20 us; measured at 64, 64, 64, eager, own'
     >>> choose_method({"own": rows}, "all_to_all_gemm", 2, (64, 100, 64), ways=(FUSED, SPLIT, UNFUSED)).candidate.pieces
     4
-    >>> choose_method({"own": rows}, "gemv_all_reduce", 2, (64, 64, 1)).reason
-    'rule of thumb: no time of a shape like 64, 64, 1 (sidelane fused --keep measures)'
+    >>> choose_method({"own": rows}, "all_reduce_rms_norm", 2, (64, 64)).reason
+    'rule of thumb: no time of a shape like 64, 64 (sidelane fused --keep measures)'
     """
     for where, measured in tables.items():
         time = _nearest(measured, op, world_size, sizes, element_bytes, captured)
@@ -207,7 +220,25 @@ def _nearest(
     alike = [time for time in alike if time.captured == captured] or alike
     distant = [(_distances(time.sizes, sizes), time) for time in alike]
     close = [(distances, time) for distances, time in distant if max(distances) <= math.log(FARTHEST)]
+    if op == GEMV:
+        close = [(distances, time) for distances, time in close if _are_gemvs_alike(time.sizes, sizes)]
     return min(close, key=lambda found: (sum(found[0]), found[1].sizes))[1] if close else None
+
+
+def gemv_fill(sizes: tuple[int, ...]) -> float:
+    """Return the share of the compute units of an H200 that have a tile of rows of a GEMV.
+
+    >>> gemv_fill((8192, 8192, 1)), round(gemv_fill((2560, 9728, 4)), 2)
+    (1.0, 0.61)
+    """
+    rows, _, tokens = sizes
+    return min(1.0, -(-rows // (GEMV_TILE_ROWS if tokens == 1 else 2 * GEMV_TILE_ROWS)) / UNITS)
+
+
+def _are_gemvs_alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return True if both are of one token, or both are dots, and they fill about as much of a GPU."""
+    fills = gemv_fill(one), gemv_fill(other)
+    return (one[2] == 1) == (other[2] == 1) and max(fills) <= ALIKE_FILL * min(fills)
 
 
 def _distances(one: tuple[int, ...], other: tuple[int, ...]) -> list[float]:
@@ -225,10 +256,15 @@ def expected_us(
     >>> expected_us("gemm_all_reduce", 2, (64, 4096, 8192), 2, captured=True)["unfused"]
     25.2
     """
-    if op not in ROUTED and op not in WITHOUT_KERNEL:
+    if op not in (GEMV, *ROUTED, *WITHOUT_KERNEL):
         return None
     rows, depth, columns = sizes
     n = world_size
+    if op == GEMV:
+        stream = rows * depth / n * element_bytes / GEMV_BYTES_PER_US
+        sums = GEMV_SUM_US + rows * columns * 2 / GEMV_SUMS_BYTES_PER_US
+        found = {"fused": GEMV_US + stream / gemv_fill(sizes), "unfused": stream + sums}
+        return {way: round(us, 1) for way, us in found.items()}  # C repeats the launches of eager calls
     moved = rows * columns * (n - 1) / n
     if op == "gemm_all_reduce":
         moved *= 2
