@@ -30,6 +30,7 @@ from sidelane.ops import (
     experts,
     gemm,
     gemv,
+    rms_norm,
     rms_norm_kernels,
     rows,
 )
@@ -38,7 +39,7 @@ from sidelane_lab.studies.fused import single_rank
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-OPTIONAL = {"stamps", "scale", "quantized", "own_scales", "terms", "factors"}
+OPTIONAL = {"stamps", "scale", "quantized", "own_scales", "terms", "factors", "own"}
 """Arguments that may be None, and are unless a test says that they are there (...)."""
 
 MOST_STACK_BYTES = 128
@@ -246,6 +247,7 @@ def test_both_norms_add_a_row_up_in_one_order(dtype: str, words: int, warps: int
         order_of(pushed, kinds, of_pushed, warps, ()),
     } if other == "pushed" else {
         order_of(cells, NORM, of_cells, 1, ("cells", *row_in_cells, *NORM_TENSORS)),
+        order_of(cells, NORM, of_cells, rms_norm.HOST_WARPS, ("cells", *row_in_cells, *NORM_TENSORS)),
         order_of(cells, NORM, of_cells | {"ONE": False}, 1, ("cells", *row_in_cells, *wide, *NORM_TENSORS)),
         order_of(cells, NORM.replace(" i32 i32 i32 fp32", " i32 i32 fp32"), of_cells | one, 1,
                  ("cells", *row_in_cells, *NORM_TENSORS)),
@@ -326,14 +328,15 @@ def test_gemm_all_to_all_compiles(dtype: str, experts: int) -> None:
     assert text.count(".sys.acq_rel.add") == 1, "the last program"
 
 
-def test_rows_without_a_product_compile() -> None:
+@pytest.mark.parametrize("given", [{}, {"own": ...}], ids=["sent", "own"])
+def test_rows_without_a_product_compile(given: dict[str, object]) -> None:
     tiles = gemm.ROW_TILES
     constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False, "GROUP": tiles.group}
     constants |= {"DTYPE": triton.language.bfloat16, "WHOLE": True, "ALIGNED": True}
     constants |= {"TERMS": 0, "EP": 1, "experts": 1}
-    kinds = "*i64 *i64 *i32 *bf16 *i64 i32 i32 i32 i32 i32 i32 i32"
-    known = ("x", "depth", "columns", "x_stride")
-    text, registers, stack = compiled(gemm.KERNEL, kinds, {**constants, "weight": None}, tiles.warps, multiples=known)
+    kinds = f"*i64 *i64 *i32 *bf16 *i64{' *bf16' if given else ''} i32 i32 i32 i32 i32 i32 i32"
+    known, constants = ("x", "depth", "columns", "x_stride"), {**constants, "weight": None, **given}
+    text, registers, stack = compiled(gemm.KERNEL, kinds, constants, tiles.warps, multiples=known)
     assert stack <= 8 and registers * 32 * tiles.warps * tiles.per_unit <= 1 << 16, (registers, stack)
     assert "wgmma" not in text and re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
 
@@ -342,7 +345,8 @@ def test_places_of_experts_compile() -> None:
     count, place, leave = experts.ASSIGNING
     for kernel, kinds, constants, warps in (
         (count, "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
-        (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": experts.BLOCK}, 8),
+        (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": experts.BLOCK}, 8),
+        (place, "*i32 *i32 *i32 *i32 i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": 2048, "rows": None}, 8),
         (leave, "*i32 *i32 *i32 i32 i32 i32 i32", {"KP": 8, "TOKENS": experts.TOKENS}, 4),
     ):
         for some, given in ((kinds, constants), with_ones(kernel, kinds, constants)):
@@ -385,8 +389,9 @@ def test_rows_that_are_sums_compile(terms: int, has_factors: bool) -> None:
     assert re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
     constants = {"TERMS": terms, "ROWS": experts.ROWS, "COLS": experts.COLS}
     constants |= {} if has_factors else {"factors": None}
-    kinds = f"*bf16 *bf16 *i32{' *fp32' if has_factors else ''} i32 i32 i32"
-    known = ("x", "output", "columns", "x_stride")
+    constants |= {"own": None, "places": None} if has_factors else {}
+    kinds = f"*bf16 *bf16 *i32 {'*fp32' if has_factors else '*bf16 *i32'} i32 i32 i32 i32"
+    known = ("x", "output", "columns", "x_stride", "own", "own_stride")[: 4 if has_factors else 6]
     text, registers, stack = compiled(experts.KERNEL, kinds, constants, 4, multiples=known)
     assert stack <= 8 and registers <= 128, (registers, stack)
     assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"

@@ -273,7 +273,7 @@ def test_every_fused_kernel_is_launched(launches: list[Launch]) -> None:
         (experts.ASSIGNING[0], "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
         (
             experts.ASSIGNING[1],
-            "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32",
+            "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32 i32",
             {"EP": 128, "BLOCK": experts.BLOCK},
             8,
         ),
@@ -283,7 +283,12 @@ def test_every_fused_kernel_is_launched(launches: list[Launch]) -> None:
             {"KP": 8, "TOKENS": experts.TOKENS},
             4,
         ),
-        (experts.KERNEL, "*bf16 *bf16 *i32 *fp32 i32 i32 i32", {"TERMS": 8, "ROWS": 16, "COLS": experts.COLS}, 4),
+        (
+            experts.KERNEL,
+            "*bf16 *bf16 *i32 *fp32 *bf16 *i32 i32 i32 i32 i32",
+            {"TERMS": 8, "ROWS": 16, "COLS": experts.COLS},
+            4,
+        ),
         (
             rows.QUANTIZE,
             "*bf16 *fp8 *fp32 i32 i32 i32 i32",

@@ -283,8 +283,8 @@ class DeepEpBuffer:
             allocate_on_comm_stream: see there.
 
         Returns:
-            Sums in the order of the ranks, [T, H], float32 and rounded once, zeros where a token went to no rank; sums
-            of ``topk_weights``, [T, k], or None; the end of the call.
+            Sums, [T, H], float32 in the order of the other ranks and then this one, rounded once, zeros where a token
+            went to no rank; sums of ``topk_weights``, [T, k], or None; the end of the call.
 
         Raises the same errors as :meth:`dispatch`.
         """

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,19 +23,25 @@ class DispatchHandle(NamedTuple):
 
     Attributes:
         counts: number of tokens from rank i to rank j in row i, column j, int32[N, N].
-        counts_back: the same for the way back.
+        counts_back: the same for the way back, which a rank's own tokens do not take.
         leaving: token of each row that leaves, those for rank 0 first, int32[N * T, 1]; -1 behind the last one.
+        back: rows that go back, among those that arrived, those for rank 0 first, int32[rows, 1].
         returned: rows that come back for each token, int32[T, N]; -1 for none.
+        kept: row of each token that stays on its rank, among those that arrived, int32[T, 1]; -1 for none.
         most_rows: number of rows for which all ranks have room.
         received: R, number of tokens that arrive at this rank.
+        own: first of its own rows among them, and the row behind the last one.
     """
 
     counts: Tensor
     counts_back: Tensor
     leaving: Tensor
+    back: Tensor
     returned: Tensor
+    kept: Tensor
     most_rows: int
     received: int
+    own: tuple[int, int]
 
 
 class LowLatencyHandle(NamedTuple):
@@ -80,25 +85,47 @@ def exchange_layout(comm: Communicator, layout: TokenLayout) -> tuple[DispatchHa
     there = [sum(line[rank] for line in table) for rank in range(n)]
     first, each = n + comm.rank * (len(per_expert) // n), len(per_expert) // n
     numbers = [sum(line[expert] for line in table) for expert in range(first, first + each)]
+    # Rows of this rank for itself: first one among those that leave and among those that arrive, and their number.
+    sent, stays = table[comm.rank][: comm.rank], table[comm.rank][comm.rank]
+    own = sum(line[comm.rank] for line in table[: comm.rank])
     leaves = is_in_rank.T.reshape(-1)  # for rank 0 first
     place = leaves.cumsum(0, dtype=torch.int32) - 1
     token = torch.arange(len(is_in_rank), device=row.device, dtype=torch.int32).repeat(n)
     leaving = token.new_full((len(leaves) + 1,), -1)  # with a place for those that stay
     leaving.scatter_(0, torch.where(leaves, place, len(leaves)).long(), token)
     returned = torch.where(leaves, place, -1).view(n, -1).T.contiguous()
+    kept = returned[:, comm.rank, None] + (own - sum(sent))
+    kept = torch.where(is_in_rank[:, comm.rank, None], kept, -1)
+    returned[:, comm.rank] = -1
+    returned[:, comm.rank + 1 :] -= torch.where(is_in_rank[:, comm.rank + 1 :], stays, 0)
+    arrived = torch.arange(there[comm.rank], device=row.device, dtype=torch.int32)
     most = power_of_two(max(LEAST_ROWS, *there, *(sum(line[:n]) for line in table)))
     counts = of_all[:, :n].contiguous()
-    handle = DispatchHandle(counts, counts.T.contiguous(), leaving[:-1, None], returned, most, there[comm.rank])
+    handle = DispatchHandle(
+        counts=counts,
+        counts_back=(counts - counts.diag().diag()).T.contiguous(),
+        leaving=leaving[:-1, None],
+        back=torch.cat([arrived[:own], arrived[own + stays :]])[:, None],
+        returned=returned,
+        kept=kept,
+        most_rows=most,
+        received=there[comm.rank],
+        own=(own, own + stays),
+    )
     return handle, numbers
 
 
 def send_tokens(comm: Communicator, rows: Tensor, handle: DispatchHandle, units: int) -> Tensor:
-    """Return the rows of the tokens that arrive, [R, H]."""
+    """Return the rows of the tokens that arrive, [R, H]. Those of this rank are put there at once."""
+    found, (first, end) = rows.new_empty(handle.received, rows.shape[1]), handle.own
 
     def read(came: Tensor) -> Tensor:
-        return came[: handle.received].clone()
+        found[:first] = came[:first]
+        found[end:] = came[end : handle.received]
+        return found
 
-    return exchange_rows(comm, rows, handle.counts, handle.most_rows, read, terms=handle.leaving, units=units)
+    options: dict[str, Any] = {"terms": handle.leaving, "own": found, "units": units}
+    return exchange_rows(comm, rows, handle.counts, handle.most_rows, read, **options)
 
 
 def send_beside(comm: Communicator, parts: list[Tensor], handle: DispatchHandle, units: int) -> list[Tensor]:
@@ -111,6 +138,9 @@ def send_beside(comm: Communicator, parts: list[Tensor], handle: DispatchHandle,
 
 
 def bring_back(comm: Communicator, rows: Tensor, handle: DispatchHandle, units: int) -> Tensor:
-    """Return the sums of the rows of each token, [T, H]."""
-    read: Callable[[Tensor], Tensor] = lambda came: sum_rows(came, handle.returned)  # noqa: E731
-    return exchange_rows(comm, rows, handle.counts_back, handle.most_rows, read, units=units)
+    """Return the sums of the rows of each token, [T, H]: those of other ranks in their order, then this rank's own."""
+
+    def read(came: Tensor) -> Tensor:
+        return sum_rows(came, handle.returned, own=(rows, handle.kept))
+
+    return exchange_rows(comm, rows, handle.counts_back, handle.most_rows, read, terms=handle.back, units=units)

@@ -183,15 +183,25 @@ def combine_tokens(comm: Communicator, rows: Tensor, routes: ExpertRoutes) -> Te
     return found
 
 
-def sum_rows(x: Tensor, terms: Tensor, factors: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+def sum_rows(
+    x: Tensor,
+    terms: Tensor,
+    factors: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    own: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Return sums of rows of ``x``, [rows, H], on this rank; :func:`all_to_all_rows` has ``terms`` and ``factors``.
 
-    Rows without terms are zeros. ``out`` is contiguous.
+    Rows without terms are zeros. ``out`` is contiguous. ``own``: other rows, of which one is the last term of each sum,
+    and their numbers, int32[rows, 1]; -1 for none.
     """
     (rows, summed), columns = terms.shape, x.shape[1]
     output = x.new_empty(rows, columns) if out is None else out
     grid = -(-rows // ROWS), -(-columns // COLS)
-    arguments = x, output, terms, factors, rows, columns, x.stride(0)
+    others, places = own or (None, None)
+    stride = 0 if others is None else others.stride(0)
+    arguments = x, output, terms, factors, others, places, rows, columns, x.stride(0), stride
     if rows:
         launch(_sum_rows, grid, arguments, {"TERMS": summed, "ROWS": ROWS, "COLS": COLS})
     return output
@@ -210,6 +220,7 @@ def exchange_rows(
     *,
     terms: Tensor | None = None,
     factors: Tensor | None = None,
+    own: Tensor | None = None,
     alike: tuple[int, ...] = (),
     units: int | None = None,
     sends_zeros: bool = False,
@@ -226,6 +237,7 @@ def exchange_rows(
         read: function of the rows that came, whose result is memory of its own.
         terms: see :func:`all_to_all_rows`.
         factors: see :func:`all_to_all_rows`.
+        own: contiguous tensor for the rows that stay on this rank, at their places; None: they come as the others do.
         alike: numbers that are the same on all ranks: each has a handle of its own, so that ranks that differ in one
             never take each other's rows for theirs.
         units: largest number of compute units that the kernel takes, the same on all ranks; None for all.
@@ -245,7 +257,7 @@ def exchange_rows(
         return functools.partial(handle.run, sends_zeros=sends_zeros, alike=f", numbers {alike}")
 
     with turn:  # until the rows have been read
-        return read(send_rows(comm, most_rows, sender, (handle, sends_zeros), sent, counts, terms, factors))
+        return read(send_rows(comm, most_rows, sender, (handle, sends_zeros), sent, counts, terms, factors, own))
 
 
 def _exchanged(
@@ -459,7 +471,7 @@ def _leave(
 
 @triton.jit(do_not_specialize=["rows"])
 def _sum_rows(
-    x, output, terms, factors, rows, columns, x_stride,
+    x, output, terms, factors, own, places, rows, columns, x_stride, own_stride,
     TERMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -467,6 +479,9 @@ def _sum_rows(
     values, is_there = sum_of_terms(x, terms, factors, row, column, row < rows, columns, x_stride, ROWS, COLS, TERMS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     values = tl.where(is_there[:, None], values, tl.zeros_like(values))
+    if own is not None:
+        more, is_more = sum_of_terms(own, places, None, row, column, row < rows, columns, own_stride, ROWS, COLS, 1)
+        values = values.to(tl.float32) + tl.where(is_more[:, None], more, tl.zeros_like(more)).to(tl.float32)
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(output + at, values.to(output.dtype.element_ty), mask=inside)
 

@@ -628,7 +628,7 @@ class Communicator:
         """
         (region,) = self.arguments.regions("peers", tensor)
         if self.backend.peers.through_host:
-            raise UnavailableError("peers: these GPUs reach each other through host memory alone (Config.peers)")
+            raise UnavailableError(f"peers: these GPUs reach each other through {self.backend.peers}")
         if region.location is None:
             raise ValueError(
                 "peers: the tensor must be symmetric memory (value=ordinary memory, "

@@ -18,9 +18,9 @@ from sidelane.cli.output import write_json
 from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
 from sidelane.collectives.plan import AUTO, make_program
-from sidelane.config import HOST, NOTHING
+from sidelane.config import NOTHING
 from sidelane.machine import local
-from sidelane.machine.peers import SHARED, PeerMemory, between, decide
+from sidelane.machine.peers import SHARED, PeerMemory, decide, forced
 from sidelane.program import collective as define
 from sidelane.program.collective import MAX_NODE_RANKS, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
@@ -128,7 +128,7 @@ def main(options: ExplainOptions) -> None:
         if options.packets and (machine.nodes > 1 or not takes_packets(machine)):
             raise ValueError(f"explain: --packets of {machine.name} (allowed=one node of {' or '.join(GFX942)})")
         if machine.nodes > 1:
-            explain_on(machine, options.kind, options.nbytes, options.dtype, options.json)
+            explain_on(machine, options)
             return
     found = explain(options)
     if options.json is not None:
@@ -259,8 +259,7 @@ def choice_table(found: Explanation) -> Table:
 def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abilities]:
     """Find what to choose by (None: the simulator's times), on what in words, type of the devices, ranks, abilities."""
     name = options.machine
-    forced = settings.current().peers
-    peers = PeerMemory(forced == HOST, f"Config.peers is {forced!r}")
+    peers = forced(settings.current().peers)
     if options.profile is not None or name in builtin_names():
         profile = builtin(name) if name is not None else read_profile(Path(str(options.profile)))
         if profile is None:
@@ -294,8 +293,7 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
     devices = f"{_devices(key, ranks)} of this machine"
     if place.on_cpu:
         devices += ", which has fewer than two GPUs (--machine h200x4 explains some)"
-    found = None if place.on_cpu else local.inspect().accelerators
-    peers = SHARED if found is None else between(found, forced)
+    peers = local.peers_here(place.device_type)
     return _placed(in_force(settings.current().profile, key, peers), devices, key, ranks, peers)
 
 

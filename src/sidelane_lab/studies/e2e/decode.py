@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from sidelane.program.collective import Kind
+from sidelane.program.kernel import HOST_LL_BYTES
 from sidelane.session import Communicator
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import library_us
@@ -261,8 +262,9 @@ def predicted_us(size: DecodeSize, machine: Machine) -> Mapping[str, float]:
     def step_us(half_us: float, collective_us: Callable[[Machine, Kind, int], float]) -> float:
         return 2 * model.layers * half_us + collective_us(machine, Kind.ALL_GATHER, gathered)
 
-    if machine.through_host:  # operators take separate calls there
-        half = ours_us(machine, Kind.ALL_REDUCE, summed)
+    if machine.through_host:  # where sums are small one kernel adds up and norms, so that a launch is saved
+        saved = float(machine.kernels.launch_us) if machine.kernels and summed <= HOST_LL_BYTES else 0.0
+        half = ours_us(machine, Kind.ALL_REDUCE, summed) - saved
     elif size.tokens <= MOST_NORMED:
         fused = (AllReduceNorm(size.tokens, model.hidden, pushed) for pushed in (False, True))
         alone = AllReduceNorm(size.tokens, model.hidden).alone_us(machine)  # what "none" takes

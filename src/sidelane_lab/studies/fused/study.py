@@ -26,6 +26,7 @@ from sidelane.choice.fused import FUSED, ORDERS, FusedTime
 from sidelane.choice.key import key_here
 from sidelane.choice.store import FUSED_FILE, read_profile, user_file
 from sidelane.config import current, profile_folder
+from sidelane.machine import local
 from sidelane.session import Communicator
 from sidelane.user_files import write_whole
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
@@ -116,7 +117,8 @@ def _measure(rank: Rank, options: FusedOptions, sender: Sender) -> Iterator[Fuse
                 if options.timeline is not None and is_first:
                     write_timelines(comm, case, options.timeline)
     if options.keep and rank.rank == 0:
-        key, now = key_here(rank.device.type, rank.world_size), datetime.datetime.now(datetime.UTC)
+        key = key_here(rank.device.type, rank.world_size).between(local.peers_here(rank.device.type))
+        now = datetime.datetime.now(datetime.UTC)
         command = options.command or provenance.command_line()
         measured = Profile(key.short_name, key, now.isoformat(timespec="seconds"), command, (), tuple(times))
         sender.note(f"kept for auto: {keep(measured)}")
