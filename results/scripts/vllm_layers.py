@@ -47,8 +47,8 @@ from vllm.model_executor.layers.linear import (
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from sidelane.servers import vllm_norm
-from sidelane.servers.vllm import device_communicator
+from sidelane.servers.group import norm_operator
+from sidelane.servers.vllm import device_communicator, group_norms
 from sidelane_lab.harness import provenance
 
 GPUS = torch.cuda.is_available()
@@ -101,7 +101,8 @@ def normalised(part: torch.Tensor, residual: torch.Tensor, norm: Any, fused: boo
     """Return the norm of the ranks' sum and the residual, and the residual that follows."""
     group = parallel_state.get_tp_group()
     if fused:
-        return vllm_norm._normalise(part, residual, norm.weight, EPS, group.unique_name)
+        operator = norm_operator("vllm", group_norms)
+        return operator(part, residual, norm.weight, EPS, group.unique_name, None)[:2]
     return norm(group.all_reduce(part), residual)
 
 

@@ -132,10 +132,10 @@ def test_what_auto_takes_through_host_memory(group: dist.ProcessGroup) -> None:
     with through_host(group) as comm:
         for op, small, large in (
             ("all_reduce_rms_norm", (16, 4096), (512, 8192)),
-            ("gemv_all_reduce", (8192, 4096, 1), (8192, 4096, 16)),
+            ("gemv_all_reduce", (8192, 4096, 1), (8192, 4096, 2)),
         ):
             assert "fused: words with flags through host memory" in ops.explain(comm, op, *small)
-            assert "unfused: fused takes up to" in ops.explain(comm, op, *large, captured=True)
+            assert "unfused: fused takes " in ops.explain(comm, op, *large, captured=True)
         assert "unfused: it has no kernel" in ops.explain(comm, "embedding_all_to_all", 512, 16, 70)
         with pytest.raises(UnavailableError, match=r"schedule through host memory \(value=pushed"):
             ops.all_reduce_rms_norm(comm, torch.ones(1, 8), None, torch.ones(8), schedule="pushed", method="fused")

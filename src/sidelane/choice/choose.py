@@ -18,6 +18,7 @@ from sidelane.choice.candidate import (
 )
 from sidelane.choice.profile import Curve, Profile
 from sidelane.choice.selection import Selection, select
+from sidelane.config import COMPUTE
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.kernel import MOST_BLOCK_FLAG_BYTES, may_be_direct
 from sidelane.program.shape import CallShape, Computation, Variant
@@ -71,6 +72,11 @@ graphs, a kernel and copy engines in pieces take 264 and 344 us for an all_gathe
 reduce_scatter moves the bytes of an all_to_all. Broadcasts were timed with both ranks on one GPU. More ranks are
 predicted: a kernel's all_reduce loads the inputs of all other ranks, so that its bytes are divided by the square of
 their number."""
+
+HOST_BESIDE_BYTES = 512 * MB
+"""The same of a reduce_scatter beside a computation. In pieces, its sums wait for compute units after each piece, while
+a narrow kernel goes on: 64 MiB and a GEMM of 1.39 ms take 2.16 and 1.48 ms (results/h200x2/no-peers-c3.json). More
+bytes, all of which a kernel stages in host memory, are predicted."""
 
 EQUALS = 1.005
 """Ratio of expected times below which they count as equal: medians of a few rounds repeat no better."""
@@ -208,6 +214,8 @@ def _most_by_heuristic(call: CallShape) -> float:
 
 def _most_through_host(call: CallShape) -> int:
     """Return the bytes below which a kernel without measurements is taken through host memory."""
+    if call.beside == COMPUTE and call.kind is Kind.REDUCE_SCATTER:
+        return HOST_BESIDE_BYTES
     most = HOST_KERNEL_BYTES.get(call.kind, 0)
     return most // (call.world_size - 1) ** 2 if call.kind is Kind.ALL_REDUCE else most
 

@@ -206,7 +206,7 @@ class FsdpGroup:
 
     def refusal(self, kind: Kind, nbytes: int) -> str:
         """Return the reason why the group's own backend makes a call of so many bytes; "" if Sidelane makes it."""
-        choice = None if self._nodes is None else choose_steps(kind, nbytes, self._nodes)
+        choice = None if self._nodes is None else choose_steps(kind, nbytes, self._nodes, beside=True)
         return "" if choice is None or choice.name != FLAT else f"{FLAT}: {choice.reason}"
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -231,7 +231,7 @@ class FsdpGroup:
         """Count a call that Sidelane makes."""
         self._counts[SIDELANE] += 1
         if self._nodes is not None:
-            why = f"{HIERARCHICAL}: {choose_steps(kind, nbytes, self._nodes).reason}; {why}"
+            why = f"{HIERARCHICAL}: {choose_steps(kind, nbytes, self._nodes, beside=True).reason}; {why}"
         self._note(kind, dtype, SIDELANE, why, nbytes)
 
     def went_elsewhere(self, group: dist.ProcessGroup, kind: Kind, tensor: torch.Tensor, why: str) -> None:
@@ -289,7 +289,7 @@ def make_fsdp_group(group: dist.ProcessGroup, device: torch.device, config: Conf
         if not nodes.spans:
             lanes = make_lanes(group, device, config)
             return calls_on(lanes, group, counts, end=[lanes[0].close])
-        if choose_steps(Kind.ALL_GATHER, sys.maxsize, nodes).name == FLAT:
+        if choose_steps(Kind.ALL_GATHER, sys.maxsize, nodes, beside=True).name == FLAT:
             return FsdpGroup(group, device, counts, nodes=nodes)
         store = dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/", exchange.store)
         ranks = NodeRanks(store, exchange.rank, nodes, exchange.liveness, config, f"{group.group_name}/fsdp")

@@ -55,6 +55,10 @@ MOST_ROW_BYTES = 32 << 10
 PROGRAMS_A_UNIT = 16
 """Programs of one warp on a compute unit, in cells: all of a grid are there at once, since they wait for each other."""
 
+HOST_WARPS = 2
+"""Warps of a program in cells through host memory. A thread then has two words of a slice, whose cells are one load.
+Four words are two loads, each of 16 bytes of every 32, so that all cells cross PCIe twice."""
+
 _ARGUMENT_INDICES = 4, 5, 6, 7, 8, 14, 15, 16
 """Positions of both outputs, x, residual, weight, and of quantized and its scale, read or written, among the kernel's
 arguments behind the context. In
@@ -102,7 +106,9 @@ class AllReduceRmsNorm(KernelHandle):
         self._width, slice_words = self.hidden * nbytes // 4, rms_norm_kernels.SLICE_BYTES // 4
         parts = slices_of_a_program(comm, slices)
         self._team = -(-slices // parts)
-        self.programs = programs_of(comm, tokens * self._team, PROGRAMS_A_UNIT) // self._team * self._team
+        warps = HOST_WARPS if comm.backend.peers.through_host else 1
+        per_unit = PROGRAMS_A_UNIT // warps
+        self.programs = programs_of(comm, tokens * self._team, per_unit) // self._team * self._team
         self.options: dict[str, Any] = {
             "N": comm.world_size,
             "W": slice_words,
@@ -112,8 +118,8 @@ class AllReduceRmsNorm(KernelHandle):
             "WHOLE": self._width == self._team * parts * slice_words,
             "ELEMENT_BYTES": nbytes,
             "DTYPE": real(DTYPES[str(self.dtype).removeprefix("torch.")]),
-            "num_warps": 1,
-            **register_limit(128, 1, PROGRAMS_A_UNIT),
+            "num_warps": warps,
+            **register_limit(128, warps, per_unit),
         }
         count = 2 * comm.world_size * tokens * self._width
         self.kernel, self.came, self.addresses = load_with_cells(comm, rms_norm_kernels.CELLS_KERNEL, count)
