@@ -18,7 +18,7 @@ DEVICES = ("cuda", "cpu")
 
 
 def register(server: str, variable: str, replace: Callable[[], None]) -> None:
-    """Call ``replace`` if :func:`is_named` says so, and be ``deep_ep`` where none is installed. What is raised is logged."""
+    """Call ``replace`` if :func:`is_named` says so, and offer ``deep_ep`` where none is. What is raised is logged."""
     try:
         if is_named(variable):
             replace()
