@@ -127,7 +127,7 @@ def test_stages_are_as_many_as_shared_memory_has_room_for(
     unit = types.SimpleNamespace(shared_memory_per_multiprocessor=kilobytes << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: unit)
     for tokens, stages in ((1, one_token), (16, dots)):
-        tiling = gemv.tiling_of(tokens)
+        tiling = gemv.tiling_of(tokens, 8192)
         room = gemv.shared_bytes_of(torch.device("cuda", 0), tiling.per_unit)
         assert tuple(tiling.stages_in(room, size, size, tokens) for size in (2, 4)) == stages
 
@@ -137,7 +137,7 @@ def test_stages_are_as_many_as_shared_memory_has_room_for(
     [(2, 1, 0, "bf16"), (2, 1, 1, "bf16"), (8, 1, 0, "fp32"), (2, 16, 0, "bf16"), (3, 16, 0, "fp32")],
 )
 def test_gemv_all_reduce_in_cells_compiles(ranks: int, tokens: int, stages: int, dtype: str) -> None:
-    tiling = gemv.tiling_of(tokens)
+    tiling = gemv.tiling_of(tokens, 8192)
     tiling = dataclasses.replace(tiling, stages=stages or tiling.stages)
     text, registers, stack = compiled_cells(tiling, CELLS.format(dtype, dtype), ranks=ranks, tokens=tokens)
     assert stack <= MOST_STACK_BYTES and registers <= tiling.registers, (registers, stack)
@@ -147,7 +147,7 @@ def test_gemv_all_reduce_in_cells_compiles(ranks: int, tokens: int, stages: int,
 
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_cells_load_ahead_stamp_as_well(tokens: int) -> None:
-    tiling = gemv.tiling_of(tokens)
+    tiling = gemv.tiling_of(tokens, 8192)
     kinds = CELLS.format("bf16", "bf16") + " *i64"
     text, *_ = compiled_cells(tiling, kinds, ranks=2, tokens=tokens, stamps=...)
     assert "globaltimer" in text and "cp.async.cg" in text
@@ -156,7 +156,7 @@ def test_cells_load_ahead_stamp_as_well(tokens: int) -> None:
 @pytest.mark.parametrize(("weight", "tokens"), [("fp8e4nv", 1), ("fp8e5", 1), ("fp8e4nv", 16)])
 def test_weights_of_8_bits_compile(weight: str, tokens: int) -> None:
     kinds = CELLS.replace("*{1} *{0}", "*{1} *{0} *fp32").format("bf16", weight)
-    tiling = gemv.tiling_of(tokens)
+    tiling = gemv.tiling_of(tokens, 8192)
     text, registers, stack = compiled_cells(tiling, kinds, ranks=2, tokens=tokens, scale=...)
     assert stack <= MOST_STACK_BYTES, (registers, stack)
     assert f"cvt.rn.f16x2.{'e4m3x2' if weight == 'fp8e4nv' else 'e5m2x2'}" in text, "what the GPU has for it"
