@@ -202,6 +202,16 @@ def test_all_reduce_rms_norm_in_cells_compiles(dtype: str, words: int, one: bool
         assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
 
 
+def test_cells_in_host_memory_are_loaded_once() -> None:
+    """No two loads touch the same 32 bytes, which would cross PCIe twice."""
+    for warps in (1, rms_norm.HOST_WARPS):
+        known = ("cells", "words", *NORM_TENSORS)
+        text, *_ = compiled(rms_norm_kernels.CELLS_KERNEL, NORM, norm_in_cells("bf16", 4096), warps, multiples=known)
+        polled = re.findall(r"ld\.volatile\.global\.v2\.b64 .*\[ (%rd\d+)", text)
+        twice = [address for address in polled if re.search(rf"add\.s64\s+{address}, %rd\d+, 16;", text)]
+        assert polled and bool(twice) == (warps == 1), (warps, polled)
+
+
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_all_reduce_rms_norm_in_cells_compiles_for_ranks(ranks: int) -> None:
     constants = norm_in_cells("bf16", 4096) | {"N": ranks, "HAS_RESIDUAL": ranks == 1}

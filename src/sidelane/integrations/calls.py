@@ -5,7 +5,7 @@ that every rank gives. Each rank handles by itself tensors that are not contiguo
 
 One choice depends on whether tensors are symmetric, too: NCCL makes large calls on ordinary ones
 (``dispatch.MOST_STAGED``). The ranks compare that in the first call of a size alone; in later ones it must be alike on
-all of them.
+all of them. Calls with parts of several sizes depend on whether the group has any symmetric memory.
 """
 
 from __future__ import annotations

@@ -118,12 +118,13 @@ class RepeatedCall:
 
 def are_plain(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if a communicator takes these tensors as they are."""
-    for tensor in tensors:
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or not tensor.is_contiguous():
-            return False
-        if tensor.dtype is not dtype or tensor.device != device or tensor.is_neg() or tensor.is_conj():
-            return False
-    return True
+    return all(
+        type(tensor) in PLAIN
+        and (tensor.layout, tensor.dtype, tensor.device) == (torch.strided, dtype, device)
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+        for tensor in tensors
+    )
 
 
 class HostOrder:
