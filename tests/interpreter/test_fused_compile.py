@@ -27,6 +27,7 @@ from sidelane.ops import (
     embedding,
     embedding_backward,
     embedding_tables,
+    expert_slots,
     experts,
     gemm,
     gemv,
@@ -200,6 +201,16 @@ def test_all_reduce_rms_norm_in_cells_compiles(dtype: str, words: int, one: bool
     if constants["WHOLE"]:
         assert "ld.volatile.global.v2.b64" in text and "st.global.v2.b64" in text, "cells go and come in wide accesses"
         assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+
+
+def test_cells_in_host_memory_are_loaded_once() -> None:
+    """No two loads touch the same 32 bytes, which would cross PCIe twice."""
+    for warps in (1, rms_norm.HOST_WARPS):
+        known = ("cells", "words", *NORM_TENSORS)
+        text, *_ = compiled(rms_norm_kernels.CELLS_KERNEL, NORM, norm_in_cells("bf16", 4096), warps, multiples=known)
+        polled = re.findall(r"ld\.volatile\.global\.v2\.b64 .*\[ (%rd\d+)", text)
+        twice = [address for address in polled if re.search(rf"add\.s64\s+{address}, %rd\d+, 16;", text)]
+        assert polled and bool(twice) == (warps == 1), (warps, polled)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -393,6 +404,16 @@ def test_rows_that_are_sums_compile(terms: int, has_factors: bool) -> None:
     kinds = f"*bf16 *bf16 *i32 {'*fp32' if has_factors else '*bf16 *i32'} i32 i32 i32 i32"
     known = ("x", "output", "columns", "x_stride", "own", "own_stride")[: 4 if has_factors else 6]
     text, registers, stack = compiled(experts.KERNEL, kinds, constants, 4, multiples=known)
+    assert stack <= 8 and registers <= 128, (registers, stack)
+    assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_rows_for_slots_of_experts_compile(dtype: str) -> None:
+    kinds = f"*{dtype} *i32 *{dtype} i32 i32 i32 i32 i32 i32"
+    known = ("x", "output", "columns", "x_stride", "expert_stride", "row_stride")
+    constants = {"TERMS": 8, "COLS": expert_slots.COLS, "column_stride": 1}
+    text, registers, stack = compiled(expert_slots.KERNEL, kinds.removesuffix(" i32"), constants, 4, multiples=known)
     assert stack <= 8 and registers <= 128, (registers, stack)
     assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
 
