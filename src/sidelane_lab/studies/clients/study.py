@@ -262,7 +262,7 @@ class _Study:
         return ClientRow(
             program=case.program,
             model=case.model.name,
-            parameters=case.model.parameters,
+            parameters=case.model.total,
             batch=case.batch,
             length=case.length,
             optimizer=case.optimizer,
