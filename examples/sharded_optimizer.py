@@ -135,7 +135,11 @@ def main() -> None:
     model = make()
     optimizer = shard(model)
     after, course = train(model, text, sizes, device, wait, optimizer)
-    torch.testing.assert_close(course, expected, rtol=2e-2 if gpu else 1e-4, atol=0)
+    if rank == 0:
+        rates = f"{before:.0f} with DDP and AdamW, {after:.0f} with the sharded AdamW"
+        print(f"{words}\ntokens a second: {rates}", flush=True)
+    rtol = 2e-2 if gpu else 1e-4  # GPUs add gradients of attention in no fixed order
+    torch.testing.assert_close(course, expected, rtol=rtol, atol=0)
     assert course[-1] < course[0], course
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
@@ -146,18 +150,15 @@ def main() -> None:
         loaded.load(again, Path(shared[0]))
         dist.barrier()
     sizes.steps = 3
-    torch.testing.assert_close(
-        train(again, text, sizes, device, wait, loaded)[1], train(model, text, sizes, device, wait, optimizer)[1]
-    )
+    resumed = train(again, text, sizes, device, wait, loaded)[1]
+    onward = train(model, text, sizes, device, wait, optimizer)[1]
+    torch.testing.assert_close(resumed, onward, rtol=rtol, atol=0)
     print(
         f"rank {rank} of {world_size} on {device}: loss {course[0]:.3f} to {course[-1]:.3f}, the same with DDP, "
         "and goes on the same from a saved state"
     )
-    if rank == 0:
-        print(words)
-        if not gpu:
-            print(ON_CPUS)
-        print(f"tokens a second: {before:.0f} with DDP and AdamW, {after:.0f} with the sharded AdamW")
+    if rank == 0 and not gpu:
+        print(ON_CPUS)
     comm.close()
     dist.destroy_process_group()
 

@@ -34,6 +34,7 @@ LAYERS = (
     ("sidelane.__main__",),
     ("sidelane.cli",),
     ("sidelane.torchtitan", "sidelane.servers"),
+    ("sidelane.deep_ep",),
     ("sidelane.fsdp",),
     ("sidelane.integrations",),
     ("sidelane.c3", "sidelane.ops"),

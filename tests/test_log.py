@@ -38,6 +38,7 @@ def test_a_line_for_what_is_new(group: dist.ProcessGroup) -> None:
                 comm.all_gather(torch.empty(comm.world_size, 7), torch.ones(7))
                 comm.all_reduce(torch.ones(5, dtype=torch.int32))
             comm.all_gather(torch.empty(comm.world_size, 8), torch.ones(8))
+            assert comm.memory().own > 1 << 20
         own = dist.new_group(dist.get_process_group_ranks(group), backend="sidelane")
         for _ in range(2):
             dist.all_reduce(torch.ones(3, dtype=torch.float64), op=dist.ReduceOp.PRODUCT, group=own)
@@ -56,6 +57,8 @@ def test_a_line_for_what_is_new(group: dist.ProcessGroup) -> None:
     assert [line.partition("(")[0] for line in calls[:3]] == [f"INFO rank {rank}: {k}" for k in KINDS]
     groups = [line for line in found if line.startswith("INFO group ")]
     assert len(groups) == 1 and ": all_reduce of float32 on cpu is made by sidelane: " in groups[0], groups
+    grown = [line for line in found if "staging" in line]  # of the communicator, and of the group
+    assert grown == ["INFO staging grows from 0 to 1M on each rank"] * 2, grown
     assert len(others) == 1 and "all_reduce of float64 on cpu is made by gloo: " in others[0], others
 
 

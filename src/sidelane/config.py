@@ -185,6 +185,12 @@ def is_for_servers() -> bool:
     return _switch("SIDELANE_SERVERS", os.environ.get("SIDELANE_SERVERS", "0"))
 
 
+def name_of(field: str, value: object) -> str:
+    """Return the name under which a value was set: the variable if the environment has that value, else the field."""
+    variable = f"SIDELANE_{field.upper()}"
+    return variable if os.environ.get(variable) == str(value) else f"Config.{field}"
+
+
 def start_observers() -> None:
     """Start what the environment asks for: log, NVTX ranges, metrics and flight recorder. Again it changes nothing.
 
@@ -246,13 +252,21 @@ def _positive(name: str, value: Any) -> float:
 
 
 def _one_of(*allowed: str) -> tuple[Rule, str, Callable[[str, str], Any]]:
+    """Return the rule of a setting with these values. The first is the default, and that of an empty variable."""
+
     def rule(name: str, value: Any) -> str:
         found = plain_text(name, value)
         if found not in allowed:
             raise ValueError(f"{name} (value={found!r}, allowed={', '.join(allowed)})")
         return found
 
-    return rule, ", ".join(allowed), lambda _, value: value
+    def read(variable: str, value: str) -> str:
+        try:
+            return rule(variable, value or allowed[0])
+        except ValueError as problem:
+            raise _refused(str(problem)) from None
+
+    return rule, ", ".join(allowed), read
 
 
 def _file(name: str, value: Any) -> str:

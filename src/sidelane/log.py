@@ -1,7 +1,8 @@
 """The library's log: Python's logger ``sidelane``, which ``SIDELANE_LOG`` prints where the program sets up no logging.
 
 ``INFO`` has a line for each communicator that is made (versions, machine, memory, the times that it chooses by), for
-the first call of each shape, and for what else the ranks agree on, such as a program or a kernel of one's own.
+the first call of each shape, before staging for ordinary tensors grows, and for what else the ranks agree on, such as a
+program or a kernel of one's own.
 ``WARNING`` has one for each reason why calls fall back to something slower or to another backend, and one for each wait
 for another rank that lasts (``Config.warn_s``). Nothing is logged at calls that come again.
 """

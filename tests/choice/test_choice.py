@@ -129,7 +129,8 @@ def test_a_computation_takes_time(us: float):
         (Kind.ALL_REDUCE, 4, 5 << 20, 6 << 20),
         (Kind.ALL_GATHER, 2, 1024, 64 << 20),
         (Kind.ALL_TO_ALL, 2, 32 << 20, 64 << 20),
-        (Kind.REDUCE_SCATTER, 8, 31 << 20, 1 << 30),
+        (Kind.REDUCE_SCATTER, 8, 64 << 20, 1 << 30),
+        (Kind.BROADCAST, 2, 64 << 20, 128 << 20),
     ],
 )
 def test_through_host_memory(kind: Kind, ranks: int, kernel: int, engines: int) -> None:
@@ -144,5 +145,7 @@ def test_through_host_memory(kind: Kind, ranks: int, kernel: int, engines: int) 
             and choose(None, large, host).candidate.implementation == DMA
         )
         assert choose(None, small, dataclasses.replace(host, implementations=(DMA,))).candidate.implementation == DMA
+    beside = CallShape(kind, ranks, 256 << 20, symmetric=False, beside="compute")
+    assert choose(None, beside, host).candidate.launches_kernels == (kind is Kind.REDUCE_SCATTER)
     measured = profile(curve(B2B, (1 << 10, 1.0), kind=kind), curve(ONE_SHOT, (1 << 10, 2.0), kind=kind))
     assert choose(measured, CallShape(kind, ranks, 1024, symmetric=False), host).candidate == B2B, "of this machine"

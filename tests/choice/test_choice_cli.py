@@ -221,7 +221,16 @@ def test_the_first_line_answers_for_machines_that_nobody_has():
     assert answer.startswith("auto takes a kernel (sm one_shot): ") and answer.endswith("(predicted: never run there)")
     assert reasons[2].startswith("by the built-in table h200x4") and reasons[3].startswith("simulated there: dma b2b ")
     assert "\nby the simulator" in run("explain", "all_gather", "1M", "--machine", "a40x4").output
+    few = run("explain", "all_reduce", "64K", "--machine", "4090x2").output  # through host memory
+    assert re.match(
+        r"auto takes a kernel \(sm one_shot\): nothing was measured; rule of thumb: a kernel below 48 MiB; predicted: "
+        r"14\.5 us; the vendor's library 2[\d.]+ us \(predicted: never run there\)\nall_reduce of 64K",
+        few,
+    )
+    assert "(no GPU reaches another one's memory)" in few and "simulated there: sm one_shot 14.5 us, dma " in few
     nodes = run("explain", "all_gather", "64M", "--machine", "2xh100x8").output
+    assert nodes.startswith("a process group takes flat: hierarchical ") and "Keep the vendor's library" not in nodes
+    nodes = run("explain", "all_gather", "64M", "--machine", "2xh100x8", "--beside", "compute").output
     assert nodes.startswith("a process group takes hierarchical: hierarchical ")
     assert "(predicted: never run there)\nKeep the vendor's library for this call: " in nodes
 

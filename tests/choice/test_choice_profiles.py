@@ -21,6 +21,7 @@ from sidelane.choice.key import MachineKey
 from sidelane.choice.profile import Profile
 from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read_profile, user_file
 from sidelane.config import BUILTIN, Config, from_environment
+from sidelane.machine.peers import PeerMemory
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
 from sidelane.user_files import write_whole
@@ -244,6 +245,35 @@ def test_the_users_file_is_used_when_its_key_fits(home: Path):
     assert "h999x4.json" in found.where and not found.notes
     assert InForce.from_text(found.to_text()) == found
     assert in_force(BUILTIN, KEY).profile != CROSSING
+
+
+def test_times_through_host_memory_are_for_nothing_else(home: Path, monkeypatch: pytest.MonkeyPatch):
+    host, peers = PeerMemory(True, "a test"), PeerMemory()
+    key = KEY.between(host)
+    slow = dataclasses.replace(CROSSING, key=key, curves=CROSSING.curves[:1])
+    monkeypatch.setattr(store, "quick_key", lambda *_: dataclasses.replace(KEY, links="", software=()))
+    monkeypatch.setattr(store, "key_here", lambda *_: KEY)
+
+    def chosen(setting: str | None, memory: PeerMemory) -> InForce:
+        found = in_force(setting, KEY, memory)
+        assert InForce.from_text(store.choice_of_rank(setting, "cuda", 4, memory)).notes == found.notes
+        return found
+
+    assert (key.short_name, KEY.between(peers)) == ("h999x4-host", KEY)
+    assert chosen(None, host) == chosen(BUILTIN, host) == InForce.through_host(host)
+    files = {}
+    for kept in (CROSSING, slow):
+        path = files[kept.key] = user_file(kept.key)
+        assert path is not None
+        write_whole(path, kept.to_text().encode())
+    assert chosen(None, host).profile == slow and chosen(None, peers).profile == CROSSING
+    assert chosen(BUILTIN, host) == InForce.through_host(host)
+    for measured, memory in ((KEY, host), (key, peers)):  # a file that a setting names
+        found = chosen(str(files[measured]), memory)
+        assert found.profile not in (slow, CROSSING) and "links (" in found.notes[0]
+    unknown = dataclasses.replace(KEY, links="")
+    assert unknown.differences(key) == ("links (not host memory there, host memory here)",)
+    assert key.differences(unknown) == ("links (host memory there, not host memory here)",)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from fake_driver import FakeDriver
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver as triton_driver
 
-from sidelane.device.layout import GENERATION, MAX_RANKS, RANK, REGIONS
+from sidelane.device.layout import COUNTERS, GENERATION
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.kernel_launch import KernelTarget, PackedArguments
 from sidelane.execute.cuda.native import Bound
@@ -71,8 +71,7 @@ class LaunchingDriver(FakeDriver):
 
     def launched(self, by: str, function: int, words: tuple[int, ...], stream: int) -> None:
         """Write down a launch, which has ended at once."""
-        context = (ctypes.c_int64 * (REGIONS + MAX_RANKS)).from_address(words[0])
-        generation = ctypes.c_uint32.from_address(context[REGIONS + context[RANK]] + 4 * GENERATION)
+        generation = ctypes.c_uint32.from_address(words[0] + 8 * COUNTERS + 4 * GENERATION)
         generation.value += 1
         self.launches.append(Launch(by, self.names[function], function, words, stream))
         self.put("launch", stream, lambda: None)

@@ -69,9 +69,9 @@ def _single(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[Ke
                 yield KernelProgram(reduce, "one_shot", protocol, blocks)
             if protocol in (Protocol.DIRECT, Protocol.REDUCE):
                 yield KernelProgram(reduce, "two_shot", protocol, blocks)
-        if n > 1:
-            yield KernelProgram(all_gather([few] * n, in_place=in_place), "one_shot", Protocol.LL_ONCE, blocks)
-            reduce = all_reduce([0] * (n - 1) + [_whole(few, reduction)], reduction, in_place=in_place)
+        for nbytes in (few, part + 40) if 1 < n < 4 else (few,) * (n > 1):  # in one turn, and in several
+            yield KernelProgram(all_gather([nbytes] * n, in_place=in_place), "one_shot", Protocol.LL_ONCE, blocks)
+            reduce = all_reduce([0] * (n - 1) + [_whole(nbytes, reduction)], reduction, in_place=in_place)
             yield KernelProgram(reduce, "one_shot", Protocol.LL_ONCE, blocks)
         nbytes = _whole(part, reduction)
         for shards in (_shorter(nbytes, n, reduction), [4 * nbytes] * n):  # up to five chunks

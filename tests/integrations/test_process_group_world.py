@@ -16,15 +16,20 @@ from ranks import crew
 ROOT = Path(__file__).resolve().parents[2]
 
 
+FORMS = scenarios.forms, scenarios.replaced
+PARTS = scenarios.parts, scenarios.refused, scenarios.compared
+ENDS = scenarios.sent_late, scenarios.timeout_is_set
+GIVEN_BACK = scenarios.late, scenarios.given_back
+
+
 @pytest.mark.parametrize(
     ("several", "ends_by_death"),
     [
-        ((scenarios.forms, scenarios.replaced), True),
-        ((scenarios.parts, scenarios.refused, scenarios.compared), False),
-        ((scenarios.sent_late, scenarios.timeout_is_set), True),
-        ((scenarios.late, scenarios.given_back), False),
+        *((FORMS, True), (PARTS, False), (ENDS, True), (GIVEN_BACK, False)),
+        pytest.param((*FORMS, *PARTS), True, marks=pytest.mark.long),
+        pytest.param((*GIVEN_BACK, *ENDS), True, marks=pytest.mark.long),
     ],
-    ids=["forms", "parts", "ends", "given_back"],
+    ids=["forms", "parts", "ends", "given_back", "forms_and_parts", "late_and_ends"],
 )
 def test_a_world_of_its_own_and_its_end(
     tmp_path: Path, several: Sequence[Callable[..., None]], ends_by_death: bool

@@ -153,33 +153,46 @@ def steps_of(accesses: Sequence[Access], places: Places) -> Done:
 
 
 def steps_said(queues: Sequence[Queue], world_size: int) -> Done:
-    """Return what a shadow says that a block does: one queue with an order, and what is apart. Cells go in front.
+    """Return what a shadow says that a block does: one queue with an order, and what is apart. Cells go in front, or
+    between the barriers where they are known to be loaded.
 
     Cells from a rank to itself stand for registers, and are no access.
     """
-    done = Done()
+    done, cells = Done(), dict[Flag, tuple[frozenset[object], frozenset[object]]]()
     for queue in queues:
         if not block_of(queue)[1]:
             continue
-        cell: frozenset[object] = NOTHING
+        moved = NOTHING, NOTHING
+        loaded: Flag | None = None
         for command in queue.commands:
             match command:
                 case Copy(dst, src):
-                    cell = frozenset(_bytes_of(dst, world_size))
-                    done.add(MOVE, frozenset(_bytes_of(src, world_size)), cell)
+                    moved = frozenset(_bytes_of(src, world_size)), frozenset(_bytes_of(dst, world_size))
                 case Signal(flag) if flag.index < BLOCK_FLAGS:
                     done.relaxed_signals.add(flag)
-                case Signal(flag) if not _is_loaded(flag, world_size):
-                    assert cell == {_cell_of(flag, world_size)}, "a cell has the flag that it is stored with"
+                case Signal(flag) if _is_loaded(flag, world_size):
+                    loaded = flag
+                case Signal(flag):
+                    assert moved[1] == {_cell_of(flag, world_size)}, "a cell has the flag that it is stored with"
                 case Wait(flag):
                     done.relaxed_waits.add(flag)
-    for command in (command for queue in queues if not block_of(queue)[1] for command in queue.commands):
+        if loaded is not None:
+            cells[loaded] = moved
+        elif moved[1]:
+            done.add(MOVE, *moved)
+    in_order = [command for queue in queues if not block_of(queue)[1] for command in queue.commands]
+    for number, command in enumerate(in_order):
         match command:
             case Signal(flag):
                 done.add(SIGNAL, frozenset([flag]))
             case Wait(flag) if flag.index < BLOCK_FLAGS:
                 done.add(WAIT, frozenset([flag]))
             case Wait(flag) if _is_loaded(flag, world_size):
+                for other in in_order[number:]:
+                    if not isinstance(other, Wait) or not _is_loaded(other.flag, world_size):
+                        break
+                    if other.flag in cells:
+                        done.add(MOVE, *cells.pop(other.flag))
                 done.add(BARRIER)
             case Wait(flag):
                 done.add(WAIT, frozenset([_cell_of(flag, world_size)]))
@@ -187,6 +200,7 @@ def steps_said(queues: Sequence[Queue], world_size: int) -> Done:
                 _say_moved(done, (src,), dst, world_size)
             case Reduce(dst, srcs):
                 _say_moved(done, srcs, dst, world_size)
+    assert not cells, "cells of which nobody knows that they were loaded"
     return done
 
 
@@ -206,7 +220,9 @@ def compare(found: Done, said: Done, shadow: Program, stays: frozenset[Byte], wh
         assert mine == theirs, f"{where}: {name}: {_some(mine ^ theirs)}"
     ours = list(_kept(found, stays, waited, has_barrier=said.has_barrier))
     shadows = list(_kept(said, stays, waited, has_barrier=True))
-    assert [step[0] for step in ours] == [step[0] for step in shadows], f"{where}: {ours} {shadows}"
+    assert [step[0] for step in ours] == [step[0] for step in shadows], (
+        f"{where}: {[s[0] for s in ours]} {[s[0] for s in shadows]}"
+    )
     for number, ((what, first, second), (_, other_first, other_second)) in enumerate(zip(ours, shadows, strict=True)):
         more = (first - other_first) - (stays if what == MOVE else NOTHING)
         differs = more | (other_first - first)

@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 
 from sidelane.device.language import COMPILE_OPTIONS, compiling_for
 from sidelane.ops import (
+    decode_context,
     dispatch_gemm,
     embedding,
     embedding_backward,
@@ -29,6 +30,7 @@ from sidelane.ops import (
     experts,
     gemm,
     gemv,
+    rms_norm,
     rms_norm_kernels,
     rows,
 )
@@ -37,7 +39,7 @@ from sidelane_lab.studies.fused import single_rank
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-OPTIONAL = {"stamps", "scale", "quantized", "own_scales", "terms", "factors"}
+OPTIONAL = {"stamps", "scale", "quantized", "own_scales", "terms", "factors", "own"}
 """Arguments that may be None, and are unless a test says that they are there (...)."""
 
 MOST_STACK_BYTES = 128
@@ -125,7 +127,7 @@ def test_stages_are_as_many_as_shared_memory_has_room_for(
     unit = types.SimpleNamespace(shared_memory_per_multiprocessor=kilobytes << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: unit)
     for tokens, stages in ((1, one_token), (16, dots)):
-        tiling = gemv.tiling_of(tokens)
+        tiling = gemv.tiling_of(tokens, 8192)
         room = gemv.shared_bytes_of(torch.device("cuda", 0), tiling.per_unit)
         assert tuple(tiling.stages_in(room, size, size, tokens) for size in (2, 4)) == stages
 
@@ -135,7 +137,7 @@ def test_stages_are_as_many_as_shared_memory_has_room_for(
     [(2, 1, 0, "bf16"), (2, 1, 1, "bf16"), (8, 1, 0, "fp32"), (2, 16, 0, "bf16"), (3, 16, 0, "fp32")],
 )
 def test_gemv_all_reduce_in_cells_compiles(ranks: int, tokens: int, stages: int, dtype: str) -> None:
-    tiling = gemv.tiling_of(tokens)
+    tiling = gemv.tiling_of(tokens, 8192)
     tiling = dataclasses.replace(tiling, stages=stages or tiling.stages)
     text, registers, stack = compiled_cells(tiling, CELLS.format(dtype, dtype), ranks=ranks, tokens=tokens)
     assert stack <= MOST_STACK_BYTES and registers <= tiling.registers, (registers, stack)
@@ -145,7 +147,7 @@ def test_gemv_all_reduce_in_cells_compiles(ranks: int, tokens: int, stages: int,
 
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_cells_load_ahead_stamp_as_well(tokens: int) -> None:
-    tiling = gemv.tiling_of(tokens)
+    tiling = gemv.tiling_of(tokens, 8192)
     kinds = CELLS.format("bf16", "bf16") + " *i64"
     text, *_ = compiled_cells(tiling, kinds, ranks=2, tokens=tokens, stamps=...)
     assert "globaltimer" in text and "cp.async.cg" in text
@@ -154,13 +156,13 @@ def test_cells_load_ahead_stamp_as_well(tokens: int) -> None:
 @pytest.mark.parametrize(("weight", "tokens"), [("fp8e4nv", 1), ("fp8e5", 1), ("fp8e4nv", 16)])
 def test_weights_of_8_bits_compile(weight: str, tokens: int) -> None:
     kinds = CELLS.replace("*{1} *{0}", "*{1} *{0} *fp32").format("bf16", weight)
-    tiling = gemv.tiling_of(tokens)
+    tiling = gemv.tiling_of(tokens, 8192)
     text, registers, stack = compiled_cells(tiling, kinds, ranks=2, tokens=tokens, scale=...)
     assert stack <= MOST_STACK_BYTES, (registers, stack)
     assert f"cvt.rn.f16x2.{'e4m3x2' if weight == 'fp8e4nv' else 'e5m2x2'}" in text, "what the GPU has for it"
 
 
-NORM = "*i64 *i32 i32 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32"
+NORM = "*i64 *i32 i32 *i64 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32"
 PUSHED = "*i64 *i32 i32 *i64 *{0} *{0} *{0} *{0} *{0} *{0} i32 i32 i32 fp32"
 
 
@@ -198,6 +200,16 @@ def test_all_reduce_rms_norm_in_cells_compiles(dtype: str, words: int, one: bool
     if constants["WHOLE"]:
         assert "ld.volatile.global.v2.b64" in text and "st.global.v2.b64" in text, "cells go and come in wide accesses"
         assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+
+
+def test_cells_in_host_memory_are_loaded_once() -> None:
+    """No two loads touch the same 32 bytes, which would cross PCIe twice."""
+    for warps in (1, rms_norm.HOST_WARPS):
+        known = ("cells", "words", *NORM_TENSORS)
+        text, *_ = compiled(rms_norm_kernels.CELLS_KERNEL, NORM, norm_in_cells("bf16", 4096), warps, multiples=known)
+        polled = re.findall(r"ld\.volatile\.global\.v2\.b64 .*\[ (%rd\d+)", text)
+        twice = [address for address in polled if re.search(rf"add\.s64\s+{address}, %rd\d+, 16;", text)]
+        assert polled and bool(twice) == (warps == 1), (warps, polled)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -245,6 +257,7 @@ def test_both_norms_add_a_row_up_in_one_order(dtype: str, words: int, warps: int
         order_of(pushed, kinds, of_pushed, warps, ()),
     } if other == "pushed" else {
         order_of(cells, NORM, of_cells, 1, ("cells", *row_in_cells, *NORM_TENSORS)),
+        order_of(cells, NORM, of_cells, rms_norm.HOST_WARPS, ("cells", *row_in_cells, *NORM_TENSORS)),
         order_of(cells, NORM, of_cells | {"ONE": False}, 1, ("cells", *row_in_cells, *wide, *NORM_TENSORS)),
         order_of(cells, NORM.replace(" i32 i32 i32 fp32", " i32 i32 fp32"), of_cells | one, 1,
                  ("cells", *row_in_cells, *NORM_TENSORS)),
@@ -325,14 +338,15 @@ def test_gemm_all_to_all_compiles(dtype: str, experts: int) -> None:
     assert text.count(".sys.acq_rel.add") == 1, "the last program"
 
 
-def test_rows_without_a_product_compile() -> None:
+@pytest.mark.parametrize("given", [{}, {"own": ...}], ids=["sent", "own"])
+def test_rows_without_a_product_compile(given: dict[str, object]) -> None:
     tiles = gemm.ROW_TILES
     constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False, "GROUP": tiles.group}
     constants |= {"DTYPE": triton.language.bfloat16, "WHOLE": True, "ALIGNED": True}
     constants |= {"TERMS": 0, "EP": 1, "experts": 1}
-    kinds = "*i64 *i64 *i32 *bf16 *i64 i32 i32 i32 i32 i32 i32 i32"
-    known = ("x", "depth", "columns", "x_stride")
-    text, registers, stack = compiled(gemm.KERNEL, kinds, {**constants, "weight": None}, tiles.warps, multiples=known)
+    kinds = f"*i64 *i64 *i32 *bf16 *i64{' *bf16' if given else ''} i32 i32 i32 i32 i32 i32 i32"
+    known, constants = ("x", "depth", "columns", "x_stride"), {**constants, "weight": None, **given}
+    text, registers, stack = compiled(gemm.KERNEL, kinds, constants, tiles.warps, multiples=known)
     assert stack <= 8 and registers * 32 * tiles.warps * tiles.per_unit <= 1 << 16, (registers, stack)
     assert "wgmma" not in text and re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
 
@@ -341,7 +355,8 @@ def test_places_of_experts_compile() -> None:
     count, place, leave = experts.ASSIGNING
     for kernel, kinds, constants, warps in (
         (count, "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
-        (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": experts.BLOCK}, 8),
+        (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": experts.BLOCK}, 8),
+        (place, "*i32 *i32 *i32 *i32 i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": 2048, "rows": None}, 8),
         (leave, "*i32 *i32 *i32 i32 i32 i32 i32", {"KP": 8, "TOKENS": experts.TOKENS}, 4),
     ):
         for some, given in ((kinds, constants), with_ones(kernel, kinds, constants)):
@@ -384,8 +399,9 @@ def test_rows_that_are_sums_compile(terms: int, has_factors: bool) -> None:
     assert re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
     constants = {"TERMS": terms, "ROWS": experts.ROWS, "COLS": experts.COLS}
     constants |= {} if has_factors else {"factors": None}
-    kinds = f"*bf16 *bf16 *i32{' *fp32' if has_factors else ''} i32 i32 i32"
-    known = ("x", "output", "columns", "x_stride")
+    constants |= {"own": None, "places": None} if has_factors else {}
+    kinds = f"*bf16 *bf16 *i32 {'*fp32' if has_factors else '*bf16 *i32'} i32 i32 i32 i32"
+    known = ("x", "output", "columns", "x_stride", "own", "own_stride")[: 4 if has_factors else 6]
     text, registers, stack = compiled(experts.KERNEL, kinds, constants, 4, multiples=known)
     assert stack <= 8 and registers <= 128, (registers, stack)
     assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
@@ -436,6 +452,31 @@ def test_kernels_stamp_compile(name: str) -> None:
     assert "globaltimer" in compiled(kernel, kinds + " *i64", {**constants, "stamps": ...}, 4)[0]
 
 
+COMBINE = "*i64 *i32 i32 *i64 *i64 *i32 *fp32 *i32 *fp32 i32 i32 i32 i32 i32 fp32"
+
+
+def combine_of(words: int, ranks: int = 2) -> dict[str, object]:
+    lanes, pitch = 1 << words.bit_length(), (words + 2) // 2 * 2
+    of_dtype = {"DTYPE": triton.language.bfloat16, "ELEMENT_BYTES": 2}
+    return of_dtype | {"N": ranks, "HM": 16, "W": words, "P": lanes, "PITCH": pitch, "ONE": False}
+
+
+@pytest.mark.parametrize(("words", "ranks"), [(64, 2), long(64, 8), long(256, 2)])
+def test_rows_of_heads_go_in_wide_accesses(words: int, ranks: int) -> None:
+    known = ("cells_of", "cells", "output", "output_lse", "partial")
+    kernel = decode_context.KERNEL
+    text, registers, stack = compiled(kernel, COMBINE, combine_of(words, ranks), 1, multiples=known)
+    assert stack <= MOST_STACK_BYTES and registers <= 128, (registers, stack)
+    for access in (
+        r"st\.global\.v2\.b64",
+        r"ld\.volatile\.global\.v2\.b64",
+        r"ld\.global\.v4\.b32",
+        r"st\.global\.v4\.b32",
+    ):
+        assert re.search(access, text), access
+    assert not re.search(r"st\.global\.b64", text), "cells go in pairs"
+
+
 BACKWARD = "*i64 *i64 *bf16 *bf16 *i64 *i64 *bf16 *i64 *i32 *i64 *fp32 *bf16 i32 i32 i32"
 BF16 = triton.language.bfloat16
 BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, "WEIGHTED": True}
@@ -456,6 +497,7 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
             norm_in_cells("bf16", 1),
         ),
         (rms_norm_kernels.PUSHED_KERNEL, PUSHED.format("bf16"), norm_pushed("bf16", 1)),
+        (decode_context.KERNEL, COMBINE, {**combine_of(2), "HM": 1}),
         (
             embedding.KERNEL,
             "*i64 *i64 *i32 *i64 *i32 *i32 *bf16 i32 i32 i32 i32 i32",
@@ -483,6 +525,7 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
         "gemv",
         "rms_norm",
         "rms_norm_pushed",
+        "combine_attention",
         "embedding",
         "embedding_backward",
         "gemm",

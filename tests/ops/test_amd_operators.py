@@ -94,6 +94,7 @@ def calls_of(comm: Communicator) -> dict[str, Callable[..., torch.Tensor]]:
     even = [[16] * n] * n
     x, weight = factors(rank, n)
     residual, ones = torch.ones(4, 1024, dtype=DTYPE), torch.ones(1024, dtype=DTYPE)
+    heads = torch.ones(3, n + 1, 128, dtype=DTYPE)
     return {
         "gemv_all_reduce": lambda **how: ops.gemv_all_reduce(comm, weight, x[rank], **how),
         "all_reduce_rms_norm": lambda **how: ops.all_reduce_rms_norm(comm, residual, None, ones, **how)[0],
@@ -103,11 +104,12 @@ def calls_of(comm: Communicator) -> dict[str, Callable[..., torch.Tensor]]:
         "gemm_reduce_scatter": lambda **how: ops.gemm_reduce_scatter(comm, x, weight, **how),
         "gemm_all_reduce": lambda **how: ops.gemm_all_reduce(comm, x, weight, **how),
         "all_gather_gemm": lambda **how: ops.all_gather_gemm(comm, x, weight, **how),
+        "combine_attention": lambda **how: ops.combine_attention(comm, heads, heads[..., 0].float(), **how)[0],
     }
 
 
-LAUNCHES = 14
-"""Number of launches that ``launch`` makes, of 7 kernels."""
+LAUNCHES = 15
+"""Number of launches that ``launch`` makes, of 8 kernels."""
 
 MOST_SPILLED = 2
 """Registers of a lane: next to nothing is spilled."""
@@ -260,8 +262,8 @@ def test_every_fused_kernel_compiles_as_it_is_launched(launches: list[Launch], g
 
 def test_every_fused_kernel_is_launched(launches: list[Launch]) -> None:
     names = [name for _, name, *_ in launches]
-    assert len(names) == LAUNCHES and len({*names}) == 7, names
-    assert sum("waves_per_eu" in options for *_, options in launches) == 7
+    assert len(names) == LAUNCHES and len({*names}) == 8, names
+    assert sum("waves_per_eu" in options for *_, options in launches) == 8
 
 
 @pytest.mark.long
@@ -271,7 +273,7 @@ def test_every_fused_kernel_is_launched(launches: list[Launch]) -> None:
         (experts.ASSIGNING[0], "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
         (
             experts.ASSIGNING[1],
-            "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32",
+            "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32 i32",
             {"EP": 128, "BLOCK": experts.BLOCK},
             8,
         ),
@@ -281,7 +283,12 @@ def test_every_fused_kernel_is_launched(launches: list[Launch]) -> None:
             {"KP": 8, "TOKENS": experts.TOKENS},
             4,
         ),
-        (experts.KERNEL, "*bf16 *bf16 *i32 *fp32 i32 i32 i32", {"TERMS": 8, "ROWS": 16, "COLS": experts.COLS}, 4),
+        (
+            experts.KERNEL,
+            "*bf16 *bf16 *i32 *fp32 *bf16 *i32 i32 i32 i32 i32",
+            {"TERMS": 8, "ROWS": 16, "COLS": experts.COLS},
+            4,
+        ),
         (
             rows.QUANTIZE,
             "*bf16 *fp8 *fp32 i32 i32 i32 i32",

@@ -82,6 +82,11 @@ def norm_in_8_bits(comm: Communicator) -> Callable[[], Any]:
     )
 
 
+def combine(comm: Communicator) -> Callable[[], Any]:
+    partial, lse = torch.ones(3, 4, 64, dtype=BF16), torch.ones(4, 3).t()
+    return lambda: ops.combine_attention(comm, partial, lse, method="fused")
+
+
 def embedding(comm: Communicator) -> Callable[[], Any]:
     tables = [torch.ones(9, 16) for _ in range(3)]
     indices, offsets = torch.zeros(24, dtype=torch.int64), torch.arange(13) * 2
@@ -114,7 +119,19 @@ def sums_of_rows(comm: Communicator) -> Callable[[], Any]:
     return lambda: ops.all_to_all_rows(comm, x, counts, most_rows=8, terms=terms, factors=factors)
 
 
-OPERATORS = (gemv, gemv_scaled, norm, norm_in_8_bits, embedding, gemm, gemm_of_experts, dispatch, rows, sums_of_rows)
+OPERATORS = (
+    gemv,
+    gemv_scaled,
+    norm,
+    norm_in_8_bits,
+    combine,
+    embedding,
+    gemm,
+    gemm_of_experts,
+    dispatch,
+    rows,
+    sums_of_rows,
+)
 
 
 class Watched:
@@ -190,7 +207,7 @@ def test_c_launches_what_python_does(comm: Communicator, driver: LaunchingDriver
         submitted, choice = comm.last_submitted(), comm.last_choice()
         told.append((launch.function, launch.stream, words, submitted, choice))
         in_place = dict.fromkeys((embedding, gemm, gemm_of_experts, rows, sums_of_rows), 0)
-        assert words.count("a result") == {**in_place, norm: 2, norm_in_8_bits: 3}.get(make, 1)
+        assert words.count("a result") == {**in_place, norm: 2, norm_in_8_bits: 3, combine: 2}.get(make, 1)
     assert told[0] == told[1] == told[2]
 
 

@@ -50,6 +50,7 @@ class Launched:
         shadows: of even and of odd generations, or one for all.
         cells: words that carry their own flags: cell c is flag c of the shadow.
         threads: the first flag that stands for a barrier of threads.
+        sums: the first flag of cells in ``partials``, which no peer reaches.
     """
 
     run: Callable[[], object]
@@ -58,6 +59,7 @@ class Launched:
     shadows: Sequence[Program]
     cells: Places = dataclasses.field(default_factory=dict)
     threads: int = 1 << 40
+    sums: int = 0
 
     def is_own(self, flag: tuple[int, int]) -> bool:
         """A rank has it from itself."""
@@ -101,7 +103,9 @@ def steps_of(accesses: Sequence[Access], launched: Launched, *, barriers: int, k
     for access in accesses:
         addresses = [int(address) for address in access.addresses]
         own_flags = frozenset(
-            (place[0], place[2] // 8) for place in (place_of(a, launched.cells) for a in addresses) if place
+            (place[0], place[2] // 8 + launched.sums * (place[1] == "partials"))
+            for place in (place_of(a, launched.cells) for a in addresses)
+            if place
         )
         if own_flags:
             add(found, (WAIT if access.what == POLL else SIGNAL, own_flags, NOTHING))
@@ -216,6 +220,10 @@ def placed(comm: Communicator, buffer: str, tensor: torch.Tensor, nbytes: int = 
     }
 
 
+def cells_at(addresses: torch.Tensor, cells: torch.Tensor) -> Places:
+    return {(rank, "cells"): (address, cells.nbytes) for rank, address in enumerate(addresses.tolist())}
+
+
 def gemv(comm: Communicator) -> Iterator[Launched]:
     """Tiles of two rows, the last of one; of three tokens in sixteen places a block waits twice."""
     n, rows, weight = comm.world_size, 59, torch.ones(59, 16)
@@ -229,7 +237,7 @@ def gemv(comm: Communicator) -> Iterator[Launched]:
             handle.kernel,
             {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
             fused_gemv.cells(n, rows, handle.rows_each, **sizes),
-            placed(comm, "cells", handle.cells),
+            cells_at(handle.addresses, handle.cells),
         )
 
 
@@ -249,14 +257,15 @@ def rms_norm_of_teams(comm: Communicator) -> Iterator[Launched]:
 def norm_in_cells(comm: Communicator, rows: int, words: int) -> Launched:
     handle = AllReduceRmsNorm(comm, rows, words, torch.float32, schedule="cells")
     x, weight, out = torch.ones(rows, words), torch.ones(words), torch.empty(rows, words)
-    sizes = {"slice_words": SLICE_BYTES // 4, "parts": handle.options["PARTS"]}
+    sizes, (partials,) = {"slice_words": SLICE_BYTES // 4, "parts": handle.options["PARTS"]}, handle.partials
     return Launched(
         lambda: handle.run(None, x, None, weight, None, out, None, None, 1e-6),
         handle.kernel,
         {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
         fused_rms_norm.cells(comm.world_size, handle.programs, rows, words, counts=False, **sizes),
-        placed(comm, "cells", handle.came),
+        {**cells_at(handle.addresses, handle.came), (comm.rank, "partials"): (partials.data_ptr(), partials.nbytes)},
         fused_rms_norm.loaded_flags(comm.world_size, rows, words, SLICE_BYTES // 4),
+        fused_rms_norm.sum_flags(comm.world_size, rows, words),
     )
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -82,73 +81,44 @@ def test_uneven_calls(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
             sizes = [first, *range(1, n)]
             everyone = [numbers(first, each, rows * width, dtype).view(rows, width) for each, rows in enumerate(sizes)]
             for output in (None, torch.empty(sum(sizes), width, dtype=dtype)):
-                found = served.all_gatherv(everyone[rank], sizes, output)
+                found = served.all_gather(everyone[rank], output, sizes)
                 assert found is not None and same_bytes(found, torch.cat(everyone))
             whole = everyones(group, (sum(sizes), width), dtype)
             total = in_rank_order(whole, ReduceOp.SUM).split(sizes)[rank]
             for output in (None, torch.empty(sizes[rank], width, dtype=dtype)):
-                found = served.reduce_scatterv(whole[rank].clone(), sizes, output)
+                found = served.reduce_scatter(whole[rank].clone(), output, sizes)
                 assert found is not None and same_bytes(found, total)
-
-
-class Theirs:
-    """A server's own object, which counts what comes to it."""
-
-    disabled = False
-    special = "theirs"
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def should_custom_ar(self, inp: torch.Tensor) -> bool:
-        return inp.dtype is torch.float64
-
-    def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor:
-        self.calls.append("all_reduce")
-        return input + 1
-
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
-        self.calls.append("begins")
-        yield
-        self.calls.append("ends")
-
-    def close(self) -> None:
-        self.calls.append("closed")
 
 
 @on_ranks(2)
 def test_what_is_not_taken_is_theirs(group: dist.ProcessGroup) -> None:
     """Dtypes, layouts and empty tensors that Sidelane does not take cost no call, and the order stays that of all."""
-    theirs = Theirs()
-    with made(group, then=theirs) as served:
+    with made(group) as served:
         double, strided = torch.ones(3, dtype=torch.float64), torch.ones(4, 6).t()
         for _ in range(3):
-            assert served.should_custom_ar(double) and served.custom_all_reduce(double) is not None
-            for tensor in (strided, torch.empty(0, 5), torch.ones(3, dtype=torch.uint8)):
+            for tensor in (double, strided, torch.empty(0, 5), torch.ones(3, dtype=torch.uint8)):
                 assert not served.should_custom_ar(tensor) and served.custom_all_reduce(tensor) is None
-                assert served.reduce_scatter(tensor) is None and served.reduce_scatterv(tensor, [1, 2]) is None
-            assert served.all_gatherv(torch.empty(0, 5), [0, 0]) is None
+                assert served.reduce_scatter(tensor) is None and served.reduce_scatter(tensor, sizes=[1, 2]) is None
+            assert served.all_gather(torch.empty(0, 5), sizes=[0, 0]) is None
+            assert served.all_gather(torch.tensor(1.0)) is None and served.reduce_scatter(torch.ones(3)) is None
             assert served.comm is not None and served.comm.last_choice() is None, "no call was made"
         with served.capture():
             total = served.custom_all_reduce(torch.full((4,), float(group.rank() + 1)))
         assert total is not None and total.tolist() == [3.0] * 4
-        assert theirs.calls == ["all_reduce"] * 3 + ["begins", "ends"]
-        assert served.special == "theirs" and not hasattr(served, "absent")
-    assert theirs.calls[5:] == ["closed"] and served.disabled and served.custom_all_reduce(double) is None
+        gathered = served.all_gather(strided)  # its copy is contiguous
+        assert gathered is not None and same_bytes(gathered, torch.ones(12, 4))
+    assert served.disabled and served.custom_all_reduce(torch.ones(4)) is None
 
 
 @on_ranks(2)
 def test_without_a_communicator_everything_is_theirs(group: dist.ProcessGroup) -> None:
-    for theirs, disabled in ((Theirs(), False), (SimpleNamespace(disabled=True), True), (None, True)):
-        served = ServerGroup(group, "meta", then=theirs)
-        assert "device (value=meta" in served.reason and served.comm is None and served.disabled is disabled
-        tensor = torch.ones(3, dtype=torch.float64)
-        assert served.should_custom_ar(tensor) is not disabled
-        assert (served.custom_all_reduce(tensor) is None) is disabled
-        assert served.all_gather(tensor) is served.broadcast(tensor, 0) is None
-        assert served.all_gatherv(tensor, [3, 2]) is None and not served.normalises(tensor, tensor)
-        assert served.suspend() == served.resume() == served.reason and served.memory_bytes() == 0
+    served = ServerGroup(group, "meta")
+    assert "device (value=meta" in served.reason and served.comm is None and served.disabled
+    tensor = torch.ones(3)
+    assert not served.should_custom_ar(tensor) and served.custom_all_reduce(tensor) is None
+    assert served.all_gather(tensor) is served.broadcast(tensor, 0) is served.reduce_scatter(tensor) is None
+    assert served.all_gather(tensor, sizes=[3, 2]) is None and not served.normalises(tensor, tensor)
+    assert served.suspend() == served.resume() == served.reason and served.memory_bytes() == 0
 
 
 @on_ranks(2, 3, gpu=True)
@@ -161,7 +131,7 @@ def test_bits_of_a_row_in_batches_of_1_to_64(group: dist.ProcessGroup) -> None:
         for batch in range(1, 65):
             found = served.custom_all_reduce(mine[:batch])
             assert found is not None and same_bytes(found, total[:batch]), batch
-            parts = served.reduce_scatterv(mine[:batch], [batch, *[0] * (group.size() - 1)])
+            parts = served.reduce_scatter(mine[:batch], sizes=[batch, *[0] * (group.size() - 1)])
             assert parts is not None and same_bytes(parts, total[: batch if rank == 0 else 0]), batch
         assert served.all_reduce_rms_norm(mine, mine, mine[0], 1e-6) is None
 
@@ -193,7 +163,7 @@ def test_norms(group: dist.ProcessGroup) -> None:
                 x = torch.ones(rows, hidden).bfloat16()
                 found = served.all_reduce_rms_norm(x, x if with_residual else None, weight, 1e-6)
                 assert (found is not None) is (rows < 5)
-            assert "captured graphs contain their addresses" in served.suspend()
+            assert "captured graphs contain addresses" in served.suspend()
 
 
 @on_ranks(2, gpu=True)
@@ -204,7 +174,7 @@ def test_suspend_and_resume(group: dist.ProcessGroup) -> None:
             assert before is not None and before.tolist() == [2.0 * group.size()] * 1000
             assert served.memory_bytes() > 0
             assert served.suspend() == "" and served.memory_bytes() == 0
-            assert served.custom_all_reduce(torch.ones(3)) is None and served.suspend() == "suspended"
+            assert served.custom_all_reduce(torch.ones(3)) is None and served.suspend() == ""
             assert served.resume() == "" and served.resume() == ""
         assert served.custom_all_reduce(torch.ones(3)) is not None
 
@@ -219,7 +189,7 @@ def test_captured_calls_keep_the_memory(group: dist.ProcessGroup) -> None:
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                 found = served.custom_all_reduce(tensor)
         assert found is not None
-        assert "captured graphs contain their addresses" in served.suspend() and served.resume() == ""
+        assert "captured graphs contain addresses" in served.suspend() and served.resume() == ""
         for value in (1.0, 3.0):
             tensor.fill_(value)
             graph.replay()
@@ -271,11 +241,13 @@ def test_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_versions_that_do_not_fit() -> None:
+    fits = "0.22.0", "0.33.0"
     for version in ("0.22.0", "0.26.1", "0.33.0", "0.33.7+cpu"):
-        assert setting.misfit("vllm", version, "0.22.0", "0.33.0") == ""
+        assert setting.misfit("vllm", version, "cuda", fits) == setting.misfit("vllm", version, "cpu", fits) == ""
     for version in ("0.21.9", "0.34.0", "1.0.0", "0.1.dev9"):
-        found = setting.misfit("vllm", version, "0.22.0", "0.33.0")
+        found = setting.misfit("vllm", version, "cuda", fits)
         assert found == f"vllm {version} does not fit (allowed=0.22.0..0.33.0)"
+    assert setting.misfit("vllm", "0.33.0", "xpu", fits) == "its platform does not fit (value=xpu, allowed=cuda, cpu)"
 
 
 def test_entry_points_import_no_server() -> None:

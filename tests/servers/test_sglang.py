@@ -316,7 +316,8 @@ def test_what_the_server_was_asked_for_comes_first(group: dist.ProcessGroup) -> 
         tp = server.group(group)
         tp.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
         tp.all_gather_into_tensor(torch.empty(4), torch.ones(2))
-        assert server.calls == ["reduce_scatter", "all_gather"] and "--enable-symm-mem" in lines[0]
+        assert server.calls == ["reduce_scatter", "all_gather"] and tp.ca_comm.special == "theirs"
+        assert lines[0].endswith("replaced: nothing; as before: everything (--enable-symm-mem)")
     for deterministic in (False, True):
         with serving(deterministic=deterministic) as (server, lines):
             server.start(disable_custom_all_reduce=True)
@@ -360,8 +361,8 @@ def test_release_and_resume(group: dist.ProcessGroup) -> None:
             updater.release_memory_occupation(None)
             updater.resume_memory_occupation(None)
         assert lines[1:] == [
-            "WARNING Sidelane: a group was not suspended: graphs",
-            "WARNING Sidelane: a group was not resumed: none",
+            "WARNING Sidelane: suspend of a group: graphs",
+            "WARNING Sidelane: resume of a group: none",
         ]
 
 
@@ -385,7 +386,10 @@ def test_who_asks_and_what_fits() -> None:
         sys.modules["sglang.srt.utils"].is_cpu = lambda: False  # type: ignore[attr-defined]
         server.hooks.clear()
         sglang.register()
-        assert not server.hooks and lines[0].endswith("everything (its platform does not fit (allowed=cuda, cpu))")
+        assert (
+            not server.hooks
+            and "everything (its platform does not fit (value=another one, allowed=cuda, cpu))" in lines[0]
+        )
 
 
 def test_a_switch_that_is_none_stops_no_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,11 @@ from sidelane import Communicator, Config, log, ops
 from sidelane.choice.key import MachineKey
 from sidelane.cli.info import look
 from sidelane.collectives import backend_cuda
-from sidelane.config import override
+from sidelane.config import from_environment, override
 from sidelane.errors import MismatchError, UnavailableError
 from sidelane.machine import local, nvidia
 from sidelane.machine.inventory import Accelerators, InstalledGpu, Inventory
+from sidelane.machine.peers import forced
 from sidelane.program.builders import build
 from sidelane.program.collective import Kind, all_gather
 from sidelane_lab.cli.explain import ExplainOptions
@@ -211,6 +212,15 @@ def test_info_and_explain_name_the_memory_between_gpus(monkeypatch: pytest.Monke
     assert not explained.agreement.call.symmetric
     with override(Config(peers="host")):
         assert "host memory" in explain(ExplainOptions(kind=Kind.ALL_REDUCE, nbytes=64, machine="h200x2")).by.where
+
+
+def test_a_setting_has_the_name_under_which_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert forced("host").reason == "Config.peers is 'host'"
+    monkeypatch.setenv("SIDELANE_PEERS", "host")
+    assert forced("host").reason == "SIDELANE_PEERS is 'host'" and forced("gpu").reason == "Config.peers is 'gpu'"
+    assert from_environment({"SIDELANE_PEERS": ""}) == Config()
+    with pytest.raises(ValueError, match="^SIDELANE_PEERS .value='hots', allowed=auto, gpu, host"):
+        from_environment({"SIDELANE_PEERS": "hots"})
 
 
 @on_ranks(2)

@@ -96,7 +96,7 @@ def test_sums_as_flags_and_the_last_program(group: dist.ProcessGroup, seed: int,
         begun = (1 << 30) - launches // 2  # times 4 programs, that is 0 in the middle
         words = block.tensor.view(torch.int32)
         words[REGION_FLAGS_OFFSET // 4 + MAX_RANKS :][:n] = (begun * programs + 2**31) % 2**32 - 2**31
-        words[GENERATION] = begun
+        gather.counters[GENERATION] = begun
         comm.barrier()
         for number in range(launches):
             time.sleep(0.01 * late.random() * (late.random() < 0.3))

@@ -34,6 +34,7 @@ NARROW = parse(
     "narrow.toml",
 )
 RAILS = parse('base = "h100x8x2"\nname = "r"\nnodes = 5\n[links]\nleaf_nodes = 2\noversubscription = 4\n', "r.toml")
+SHARDINGS = ("FSDP2", "HSDP")
 SMALL = Step(dataclasses.replace(MODELS["llama-8b-like"], layers=6), 4096, 4096)
 
 

@@ -21,7 +21,7 @@ from sidelane_lab.studies.phases.programs import operations, predicted_row
 NODES = {"h100x8x2": (2, 8), "h100x8x16": (16, 8), "h200x8x2": (2, 8), "mi300x8x2": (2, 8), "mi300x8x16": (16, 8)}
 NODES |= {"mi210x1x2": (2, 1), "mi210x1x128": (128, 1)}
 ONE_NODE = {"4090x2", "5090x4", "mi300x8", "mi210x4", "mi250x8", "a40x4", "a100x4", "b200x8"}
-ONE_NODE |= {"h100x2", "h100x4", "h100x8", "h200x2", "h200x4", "h200x8"}
+ONE_NODE |= {"h100x2", "h100x4", "h100x8", "h200x2", "h200x2-host", "h200x4", "h200x8"}
 EXPECTED = ONE_NODE | set(NODES)
 
 
@@ -68,7 +68,7 @@ def test_names_are_taken_as_people_write_them():
 
 def test_a_machine_says_whether_sidelane_has_run_there():
     measured = {name for name in machine_names() if named(name).runs is RunStatus.MEASURED}
-    assert measured == {"h100x2", "h200x2", "h200x4"}
+    assert measured == {"h100x2", "h200x2", "h200x2-host", "h200x4"}
     assert all((named(name).runs is RunStatus.UNSUPPORTED) == name.startswith("mi") for name in EXPECTED)
     assert parse('base = "h200x4"\nname = "mine"', "mine.toml").runs is RunStatus.UNRUN
     assert parse('base = "mi300x8"\nname = "mine"\nruns = "measured"', "mine.toml").runs is RunStatus.MEASURED

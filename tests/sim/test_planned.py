@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -64,12 +65,11 @@ def test_a_config_of_hugging_face_is_a_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MOE))
     found, file = read_model(str(tmp_path)), read_model(str(tmp_path / "config.json"))
     assert found == file and found.total == preset("qwen3-30b-a3b").total and found.name == tmp_path.name
-    assert found.left_out == ()
     nested = of_config("x", {"text_config": MOE | {"use_sliding_window": True}, "vision_config": {"depth": 3}})
-    assert nested.total == found.total and any("vision" in words for words in nested.left_out)
-    assert len(nested.left_out) == 2
+    assert nested.total == found.total and not found.left_out
+    assert len(nested.left_out) == 2 and nested.left_out[0] == "the vision tower"
     gemma = of_config("g", {"model_type": "gemma3_text", **presets()["gemma-3-27b"]["sizes"], "tied": None})
-    assert gemma == preset("gemma-3-27b").__class__(**{**_fields(preset("gemma-3-27b")), "name": "g"})
+    assert gemma == dataclasses.replace(preset("gemma-3-27b"), name="g")
     dims = read_model("layers=48, hidden=2048, heads=32, kv_heads=4, head=128, experts=128, active=8, expert_feed=768")
     assert dims.parameters == found.parameters and dims.vocabulary == 128_256
     for wrong, problem in (
@@ -85,10 +85,6 @@ def test_a_config_of_hugging_face_is_a_model(tmp_path):
         read_model(str(tmp_path))
     with pytest.raises(ValueError, match="cannot be read"):
         read_model(str(tmp_path / "other.json"))
-
-
-def _fields(model):
-    return {name: getattr(model, name) for name in model.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"])
@@ -129,8 +125,7 @@ def test_collectives_of_parallelism_count_by_their_bytes():
     assert parallel_us(machine, Step(model, 4096, 4096)) == 0
     times = [parallel_us(machine, Step(model, 4096, 4096, **{name: 8})) for name in ("tensor", "context", "experts")]
     assert times[2] > times[1] > times[0] > 0
-    again = parallel_us(machine, Step(model, 4096, 4096, True, tensor=8))
-    assert again == pytest.approx(1.5 * times[0])
+    assert parallel_us(machine, Step(model, 4096, 4096, True, tensor=8)) == pytest.approx(1.5 * times[0])
 
 
 def _measured():
@@ -187,8 +182,7 @@ def test_the_answer_begins_as_the_guide_says(words, first):
     has, needed = map(int, re.findall(r"(\d+) GB", needs)[:2])
     gb = int(re.search(r"(\d+) GB of each GPU are left|each GPU lacks (\d+) GB", first)[0].split(" GB")[0].split()[-1])
     assert abs(abs(has - needed) - gb) <= 1 and ("does not fit" in first) == (needed > has)
-    ends = [line.split(": ")[0] for line in lines if line.startswith(("How sure", "Not modelled"))]
-    assert ends == ["How sure", "Not modelled"]
+    assert any(line.startswith("How sure: ") for line in lines) and "\nNot modelled: " in shown.stdout
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from docs.measured import (
     Cells,
     Where,
     best,
+    is_possible,
     load,
     rows_of,
     short,
     size,
     two,
 )
-from sidelane_lab.pairs.workload import possible_percent
 
 MACHINES = {"h200x4": "four H200s", "h200x2": "two H200s"}
 Line = tuple[str, str, float, float, str, str]
@@ -69,8 +69,7 @@ def over_all_sizes() -> Cells:
     rows = rows_of(f"{machine}/c3.json")
 
     def range_of(*strategies: str) -> str:
-        found = [possible_percent(row["percent_of_ideal"]) for row in rows if row["strategy"] in strategies]
-        percents = [percent for percent in found if percent is not None]
+        percents = [row["percent_of_ideal"] for row in rows if row["strategy"] in strategies and is_possible(row)]
         return f"{min(percents):.0f} to {max(percents):.0f}"
 
     others = f"NCCL kernels: {range_of('c3_base', 'c3_sp')}; NCCL on copy engines: {range_of('nccl_ce')}"

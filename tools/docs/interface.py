@@ -151,6 +151,7 @@ TASKS = {
                     "sequence_parallel_attention",
                     "sequence_positions",
                     "register_attention",
+                    "combine_attention",
                 ),
             ),
             Section(

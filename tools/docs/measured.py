@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sidelane_lab.pairs.workload import MOST_PERCENT, possible_percent
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "results"
 
@@ -58,6 +60,16 @@ def best(rows: Iterable[Row], where: Where, column: str = "time_us") -> float | 
     allowed = [(key, value if isinstance(value, tuple) else (value,)) for key, value in where.items()]
     found = [row[column] for row in rows if all(row.get(key) in values for key, values in allowed)]
     return min((one for one in found if one is not None), default=None)
+
+
+def is_possible(row: Row) -> bool:
+    """Return True for a percent of ideal that means count."""
+    return possible_percent(row["percent_of_ideal"]) is not None
+
+
+def percent_words(percent: float | None) -> str:
+    """Return a percent of ideal as tables have it."""
+    return f"over {MOST_PERCENT:.0f}" if percent is not None and percent > MOST_PERCENT else whole(percent)
 
 
 def is_one_call(row: Row) -> bool:

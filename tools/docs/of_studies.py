@@ -22,6 +22,7 @@ from docs.measured import (
     Where,
     best,
     geometric_mean,
+    percent_words,
     ratio,
     rows_of,
     short,
@@ -29,7 +30,6 @@ from docs.measured import (
     two,
     whole,
 )
-from sidelane_lab.pairs.workload import MOST_PERCENT
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.files import read_results
 from sidelane_lab.papers.measurements import PairReadings
@@ -136,10 +136,10 @@ def c3(
         gemm, kind, nbytes, kind_of_pair = pair
         where = {"gemm": gemm, "collective": kind, "bytes": nbytes}
         found = [best(rows, {**where, "strategy": name}, "percent_of_ideal") for name in strategies]
-        shown = [whole(one) if one is None or one <= MOST_PERCENT else f"over {MOST_PERCENT:.0f}" for one in found]
+        shown = [percent_words(one) for one in found]
         most = whole(max(one for one in found if one is not None))
-        cells.append([f"{gemm}, {LABELS[kind]} of {nbytes / MIB:.0f} MiB", kind_of_pair])
-        cells[-1] += [f"**{one}**" if one == most else one for one in shown]
+        bold = [f"**{one}**" if one == most else one for one in shown]
+        cells.append([f"{gemm}, {LABELS[kind]} of {nbytes / MIB:.0f} MiB", kind_of_pair, *bold])
     return cells
 
 

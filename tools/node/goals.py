@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from docs.measured import geometric_mean, ratios
-from sidelane_lab.pairs.workload import possible_percent
+from docs.measured import geometric_mean, is_possible, ratios
 
 SLOWEST, MEAN = 1.0, 1.35
 HIDDEN_MEAN, HIDDEN_WORST = 90.0, 75.0
@@ -37,7 +36,7 @@ def goals(folder: Path) -> Iterator[str]:
         mean = geometric_mean(points.values())
         yield _line(mean >= MEAN, f"geometric mean of all {len(points)} points: {mean:.2f}", f"{MEAN:g}")
     picked = [row for row in rows_of(folder / "c3.json") if row["strategy"] == "auto"]
-    if hidden := [one for row in picked if (one := possible_percent(row["percent_of_ideal"])) is not None]:
+    if hidden := [row["percent_of_ideal"] for row in picked if is_possible(row)]:
         mean = statistics.mean(hidden)
         yield _line(
             mean >= HIDDEN_MEAN,

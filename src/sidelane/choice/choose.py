@@ -18,6 +18,7 @@ from sidelane.choice.candidate import (
 )
 from sidelane.choice.profile import Curve, Profile
 from sidelane.choice.selection import Selection, select
+from sidelane.config import COMPUTE
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.kernel import MOST_BLOCK_FLAG_BYTES, may_be_direct
 from sidelane.program.shape import CallShape, Computation, Variant
@@ -59,18 +60,23 @@ HOST_KERNEL_BYTES: Mapping[Kind, int] = MappingProxyType(
     {
         Kind.ALL_GATHER: 48 * MB,
         Kind.ALL_TO_ALL: 33 * MB,
-        Kind.BROADCAST: 16 * MB,
-        Kind.REDUCE_SCATTER: 33 * MB,
+        Kind.BROADCAST: 80 * MB,
+        Kind.REDUCE_SCATTER: 128 * MB,
         Kind.ALL_REDUCE: 48 * MB,
     }
 )
 """Bytes below which a kernel runs a call, or a list, through host memory, between two ranks. Between two H200s, in
 graphs, a kernel and copy engines in pieces take 264 and 344 us for an all_gather of 16 MiB, 1,029 and 985 for 64 MiB;
 264 and 307, 1,074 and 998 for an all_to_all; 1,020 and 1,165 for an all_reduce of 32 MiB, 4,874 and 4,018 for 128 MiB
-(results/h200x2/no-peers.json, results/notes/kernels.md): the limits are where lines through these points meet. A
-reduce_scatter moves the bytes of an all_to_all. Broadcasts were timed with both ranks on one GPU. More ranks are
-predicted: a kernel's all_reduce loads the inputs of all other ranks, so that its bytes are divided by the square of
-their number."""
+(results/h200x2/no-peers.json, results/notes/kernels.md): the limits are where lines through these points meet. For 64
+MiB, the most that was timed, they take 1,011 and 1,129 for a reduce_scatter, 1,377 and 1,427 for a broadcast. More
+ranks are predicted: a kernel's all_reduce loads the inputs of all other ranks, so that its bytes are divided by the
+square of their number."""
+
+HOST_BESIDE_BYTES = 512 * MB
+"""The same of a reduce_scatter beside a computation. In pieces, its sums wait for compute units after each piece, while
+a narrow kernel goes on: 64 MiB and a GEMM of 1.39 ms take 2.16 and 1.48 ms (results/h200x2/no-peers-c3.json). More
+bytes, all of which a kernel stages in host memory, are predicted."""
 
 EQUALS = 1.005
 """Ratio of expected times below which they count as equal: medians of a few rounds repeat no better."""
@@ -98,6 +104,8 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
         return Choice(alone, "a single rank has nothing to send", tuple((found, None) for found in legal))
     if call.listed and abilities.captures and not abilities.through_host:
         return _of_list(call, legal)
+    if abilities.through_host:
+        call = dataclasses.replace(call, symmetric=True)  # times are of ordinary tensors there, since all tensors are
     curves = () if profile is None else profile.comparable(call)
     measured_us = {curve.candidate: curve.at(call.nbytes) + _staging_us(call, curve.candidate) for curve in curves}
     times = [(found, measured_us.get(found, measured_us.get(_wide(found)))) for found in legal]
@@ -206,6 +214,8 @@ def _most_by_heuristic(call: CallShape) -> float:
 
 def _most_through_host(call: CallShape) -> int:
     """Return the bytes below which a kernel without measurements is taken through host memory."""
+    if call.beside == COMPUTE and call.kind is Kind.REDUCE_SCATTER:
+        return HOST_BESIDE_BYTES
     most = HOST_KERNEL_BYTES.get(call.kind, 0)
     return most // (call.world_size - 1) ** 2 if call.kind is Kind.ALL_REDUCE else most
 

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from sidelane.machine.inventory import machine_name
+from sidelane.machine.peers import PeerMemory
 from sidelane.user_files import whole_in
 
 CPU = "cpu"
+HOST_MEMORY = "host memory"
+"""Links of GPUs that reach each other through host memory, whose times are for nothing else."""
 SOFTWARE = ("driver", "cuda", "nccl", "torch", "triton")
 
 
@@ -22,7 +25,7 @@ class MachineKey:
         device_type: type of the device, as torch names it.
         device: name of the GPUs, or of the processor.
         count: number of GPUs that the ranks can use, or of cores.
-        links: description of the links between the GPUs; empty if it is not known.
+        links: description of the links between the GPUs, or ``HOST_MEMORY``; empty if it is not known.
         software: (name, version), by name.
     """
 
@@ -34,16 +37,22 @@ class MachineKey:
 
     @property
     def short_name(self) -> str:
-        """Short name of the machine, as in the folders under ``results/``."""
-        return CPU if self.device_type == CPU else machine_name(self.device, self.count)
+        """Short name of the machine, as in the folders under ``results/``, or as in the laboratory's catalogue."""
+        host = "-host" if self.links == HOST_MEMORY else ""
+        return CPU if self.device_type == CPU else machine_name(self.device, self.count) + host
+
+    def between(self, peers: PeerMemory) -> MachineKey:
+        """Return the key for times of collectives through this memory."""
+        return dataclasses.replace(self, links=HOST_MEMORY) if peers.through_host else self
 
     def differences(self, here: MachineKey) -> tuple[str, ...]:
         """Return the differences on this machine, one phrase each. Properties that a side lacks are not compared."""
+        unknown = f"not {HOST_MEMORY}" if HOST_MEMORY in (self.links, here.links) else ""
         pairs = [
             ("device type", self.device_type, here.device_type),
             ("device", self.device, here.device),
             ("count", self.count, here.count),
-            ("links", self.links, here.links),
+            ("links", self.links or unknown, here.links or unknown),
         ]
         ours, theirs = dict(here.software), dict(self.software)
         pairs += [(name, theirs.get(name, ""), ours.get(name, "")) for name in sorted({*ours, *theirs})]

@@ -51,9 +51,9 @@ class InForce:
         return json.dumps({"profile": text, "where": self.where, "notes": self.notes})
 
     @staticmethod
-    def through_host(peers: PeerMemory) -> InForce:
-        """Return what is in force where host memory is between GPUs, and no setting names a file."""
-        return InForce(None, f"a rule of thumb for {peers}")
+    def through_host(peers: PeerMemory, notes: tuple[str, ...] = ()) -> InForce:
+        """Return what is in force where host memory is between GPUs, and no file has times for that."""
+        return InForce(None, f"a rule of thumb for {peers}", notes)
 
     @staticmethod
     def by_table(key: MachineKey, ranks: int | None, notes: tuple[str, ...]) -> InForce:
@@ -79,18 +79,17 @@ def in_force(setting: str | None, key: MachineKey, peers: PeerMemory = SHARED) -
     Args:
         setting: ``Config.profile``: a file, ``builtin``, or None for the user's file of this machine.
         key: key of this machine.
-        peers: memory between the GPUs. If it is host memory, only a file that ``setting`` names is for them.
+        peers: memory between the GPUs. If it is host memory, no table of this package is for them.
 
     Raises:
         ValueError: the file that ``setting`` names is missing or is not a profile.
     """
-    if peers.through_host and setting in (None, BUILTIN):
-        return InForce.through_host(peers)
+    key = key.between(peers)
     found, notes = users_profile(setting, key, lambda: key)
-    return found or InForce.by_table(key, None, notes)
+    return found or (InForce.through_host(peers, notes) if peers.through_host else InForce.by_table(key, None, notes))
 
 
-def choice_of_rank(setting: str | None, device_type: str, world_size: int) -> str:
+def choice_of_rank(setting: str | None, device_type: str, world_size: int, peers: PeerMemory = SHARED) -> str:
     """Return as text, for :meth:`InForce.from_text` on any rank, what is in force between the ranks of this machine.
 
     A table of this package is named, and each rank reads it. All that is known of the machine is asked for only if a
@@ -100,16 +99,19 @@ def choice_of_rank(setting: str | None, device_type: str, world_size: int) -> st
         setting: see :func:`in_force`.
         device_type: device type of the ranks' tensors.
         world_size: number of ranks.
+        peers: see :func:`in_force`.
 
     Raises:
         ValueError: see :func:`in_force`.
     """
 
     def whole() -> MachineKey:
-        return key_here(device_type, world_size)
+        return key_here(device_type, world_size).between(peers)
 
-    key = quick_key(device_type, world_size)
+    key = quick_key(device_type, world_size).between(peers)
     found, notes = users_profile(setting, key, whole)
+    if found is None and peers.through_host:
+        found = InForce.through_host(peers, notes)
     if found is not None:
         return found.to_text()
     if not any(head.device == key.device and head.count == world_size for head in _heads().values()):

@@ -20,7 +20,7 @@ from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.side_stream import SideStream, StreamMark
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
-from sidelane.config import CHOSEN, HOST
+from sidelane.config import CHOSEN
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, CallerStream, Questions, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
@@ -29,7 +29,7 @@ from sidelane.execute.cuda.exported import ExportedMemory
 from sidelane.execute.cuda.trigger import CUDA_CHANNELS, CudaArrival, CudaTrigger, require_free_channel
 from sidelane.execute.cuda.virtual import VirtualMemory
 from sidelane.machine.local import peer_access
-from sidelane.machine.peers import PeerMemory, decide
+from sidelane.machine.peers import PeerMemory, decide, forced
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.heap import SymmetricBlock, SymmetricMemory
@@ -321,8 +321,8 @@ class CudaWork(Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[self._backend.device])
-        with torch.cuda.stream(self._side.stream):  # behind all of which the streams of callbacks come
-            future.set_result(list(self.outputs))
+        # Behind all of that stream the streams of callbacks come.
+        self._side.within(functools.partial(future.set_result, list(self.outputs)))
         return future
 
 
@@ -396,7 +396,7 @@ def agree_on_peers(exchange: Exchange, device: torch.device, setting: str) -> Pe
         gpu, reached = peer_access(device, exchange.world_size) if setting == CHOSEN else ("", {})
         return gpu, json.dumps(reached)
 
-    posted = exchange(f"the memory between GPUs (Config.peers={setting!r})", own)
+    posted = exchange(f"the memory between GPUs (SIDELANE_PEERS or Config.peers={setting!r})", own)
     if setting != CHOSEN:
-        return PeerMemory(setting == HOST, f"Config.peers is {setting!r}")
+        return forced(setting)
     return decide([(gpu, json.loads(reached)) for gpu, reached in posted])

@@ -34,6 +34,7 @@ from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.resharding import Resharding
 from sidelane.program.wraparound import as_int32
+from sidelane.sizes import format_bytes
 
 FLAGS = 4096
 """Number of flags in each of two regions: one for programs with epochs, one for captured programs, which reset their
@@ -112,8 +113,7 @@ class Staging:
         Raises:
             UnavailableError: staging would have to grow during a capture, or there is not enough memory.
         """
-        have = self.nbytes
-        grows = nbytes > have
+        grows = nbytes > (have := self.nbytes)
         if grows and frozen:
             raise UnavailableError(
                 f"this call needs {nbytes} bytes of staging and memory cannot be allocated while a graph is captured "
@@ -126,10 +126,10 @@ class Staging:
             elif self._block is not None:
                 # The allocation is collective: when it ends, the calls on the old block have ended on every rank.
                 self._backend.synchronize()
-            steps = -(-max(nbytes, have + min(have, _MOST_SPARE_BYTES)) // _STEP_BYTES)
-            self._take(self._backend.memory.allocate(steps * _STEP_BYTES))
-            self._is_captured = False
-        self._is_captured |= frozen and nbytes > 0
+            taken = -(-max(nbytes, have + min(have, _MOST_SPARE_BYTES)) // _STEP_BYTES) * _STEP_BYTES
+            log.calls.info("staging grows from %s to %s on each rank", format_bytes(have), format_bytes(taken))
+            self._take(self._backend.memory.allocate(taken))
+        self._is_captured = (self._is_captured and not grows) or (frozen and nbytes > 0)
         return grows
 
 

@@ -49,10 +49,14 @@ def arena_bytes(world_size: int) -> int:
 RANK, WORLD_SIZE, STATUS, FLAG_COUNT, REGIONS = range(5)
 """Indices of the context's 64-bit words. From ``REGIONS`` on: the address of each rank's region of this kernel."""
 
-CONTEXT_WORDS = REGIONS + MAX_RANKS
+COUNTERS = 16
+"""Index of the context's word of counters, which no peer touches, in a cache line of its own."""
+assert COUNTERS >= REGIONS + MAX_RANKS
+
+CONTEXT_WORDS = COUNTERS + 1
 
 GENERATION, FINISHED = range(2)
-"""Indices of a region's 32-bit words: generation of the last launch, and number of finished blocks of this launch."""
+"""Indices of the counters, of 32 bits: generation of the last launch, and number of finished blocks of this launch."""
 
 REGION_FLAGS_OFFSET = 256
 """Offset in bytes of the flags of a region: [flag][sender], int32, the last generation that the sender has signalled.

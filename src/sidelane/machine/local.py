@@ -13,8 +13,10 @@ from typing import Protocol
 
 import torch
 
+from sidelane import config
 from sidelane.machine import amd, nvidia
 from sidelane.machine.inventory import Accelerators, Inventory
+from sidelane.machine.peers import SHARED, PeerMemory, between
 from sidelane.version import VERSION
 
 
@@ -45,6 +47,12 @@ def device_names() -> tuple[str, ...]:
     """Return the names of the accelerators, as :func:`inspect` does, without initialising more than torch has."""
     _, count = device_type_and_count()
     return tuple(torch.cuda.get_device_properties(index).name for index in range(count))
+
+
+def peers_here(device_type: str) -> PeerMemory:
+    """Return the memory between the GPUs of this machine, by ``Config.peers`` and what they reach."""
+    found = None if device_type == "cpu" else inspect().accelerators
+    return SHARED if found is None else between(found, config.current().peers)
 
 
 def inspect() -> Inventory:

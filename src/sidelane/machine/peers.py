@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-from sidelane.config import CHOSEN, HOST
+from sidelane.config import CHOSEN, HOST, name_of
 from sidelane.machine.inventory import Accelerators
 
 GpuAccess = tuple[str, Mapping[str, bool]]
@@ -46,9 +46,14 @@ SHARED = PeerMemory()
 def between(found: Accelerators, setting: str) -> PeerMemory:
     """Return the memory between the GPUs of this machine, a rank on each, without the ranks."""
     if setting != CHOSEN:
-        return PeerMemory(setting == HOST, f"Config.peers is {setting!r}")
+        return forced(setting)
     rows = [{str(peer): reached for peer, reached in enumerate(row)} for row in found.peer_access]
     return decide([(str(gpu), row) for gpu, row in enumerate(rows)])
+
+
+def forced(setting: str) -> PeerMemory:
+    """Return the memory that a setting other than ``auto`` asks for."""
+    return PeerMemory(setting == HOST, f"{name_of('peers', setting)} is {setting!r}")
 
 
 def decide(ranks: Sequence[GpuAccess]) -> PeerMemory:

@@ -12,6 +12,7 @@ import weakref
 
 import torch
 
+from sidelane.config import HOST, name_of
 from sidelane.errors import Page, UnavailableError
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.heap import SymmetricBlock
@@ -64,7 +65,8 @@ class PinnedMemory(ShmMemory):
         if any(problems):
             named = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
             raise UnavailableError(
-                f"allocate: no host memory of {nbytes} bytes between GPUs (Config.peers): {named}", page=Page.NO_PEERS
+                f"allocate: no host memory of {nbytes} bytes between GPUs ({name_of('peers', HOST)}): {named}",
+                page=Page.NO_PEERS,
             )
         tensor = deferred_bytes(block.tensor, self._device)
         return SymmetricBlock(tensor, block.addresses, DeferredRelease(held, self._device))

@@ -6,6 +6,7 @@ from sidelane.ops.attention import (
     sequence_parallel_attention,
     sequence_positions,
 )
+from sidelane.ops.decode_context import combine_attention
 from sidelane.ops.dispatch_gemm import all_to_all_gemm
 from sidelane.ops.embedding import embedding_all_to_all
 from sidelane.ops.embedding_backward import embedding_all_to_all_backward
@@ -28,6 +29,7 @@ __all__ = [
     "all_reduce_rms_norm",
     "all_to_all_gemm",
     "all_to_all_rows",
+    "combine_attention",
     "combine_tokens",
     "dispatch_tokens",
     "embedding_all_to_all",

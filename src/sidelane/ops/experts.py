@@ -183,15 +183,25 @@ def combine_tokens(comm: Communicator, rows: Tensor, routes: ExpertRoutes) -> Te
     return found
 
 
-def sum_rows(x: Tensor, terms: Tensor, factors: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+def sum_rows(
+    x: Tensor,
+    terms: Tensor,
+    factors: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    own: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Return sums of rows of ``x``, [rows, H], on this rank; :func:`all_to_all_rows` has ``terms`` and ``factors``.
 
-    Rows without terms are zeros. ``out`` is contiguous.
+    Rows without terms are zeros. ``out`` is contiguous. ``own``: other rows, of which one is the last term of each sum,
+    and their numbers, int32[rows, 1]; -1 for none.
     """
     (rows, summed), columns = terms.shape, x.shape[1]
     output = x.new_empty(rows, columns) if out is None else out
     grid = -(-rows // ROWS), -(-columns // COLS)
-    arguments = x, output, terms, factors, rows, columns, x.stride(0)
+    others, places = own or (None, None)
+    stride = 0 if others is None else others.stride(0)
+    arguments = x, output, terms, factors, others, places, rows, columns, x.stride(0), stride
     if rows:
         launch(_sum_rows, grid, arguments, {"TERMS": summed, "ROWS": ROWS, "COLS": COLS})
     return output
@@ -199,6 +209,55 @@ def sum_rows(x: Tensor, terms: Tensor, factors: Tensor | None = None, *, out: Te
 
 def _slots(routes: ExpertRoutes) -> list[Tensor]:
     return [routes.leaving, routes.returned, routes.rows, routes.results, routes.counts]
+
+
+def exchange_rows(
+    comm: Communicator,
+    sent: Tensor,
+    counts: Tensor,
+    most_rows: int,
+    read: Callable[[Tensor], Tensor],
+    *,
+    terms: Tensor | None = None,
+    factors: Tensor | None = None,
+    own: Tensor | None = None,
+    alike: tuple[int, ...] = (),
+    units: int | None = None,
+    sends_zeros: bool = False,
+) -> Tensor:
+    """Send rows, or sums of rows, as :func:`all_to_all_rows` does, and return what ``read`` makes of those that come.
+
+    Uses of one shape are in turn, on whatever streams, since the next one overwrites the rows that came.
+
+    Args:
+        comm: communicator of the ranks.
+        sent: rows, for rank 0 first.
+        counts: numbers of rows between ranks, int32[N, N].
+        most_rows: largest number of rows that any rank gets.
+        read: function of the rows that came, whose result is memory of its own.
+        terms: see :func:`all_to_all_rows`.
+        factors: see :func:`all_to_all_rows`.
+        own: contiguous tensor for the rows that stay on this rank, at their places; None: they come as the others do.
+        alike: numbers that are the same on all ranks: each has a handle of its own, so that ranks that differ in one
+            never take each other's rows for theirs.
+        units: largest number of compute units that the kernel takes, the same on all ranks; None for all.
+        sends_zeros: rows of which all terms are ``NO_ROOM`` are sent as zeros.
+    """
+    shape = most_rows, sent.shape[1], sent.dtype, units, *alike
+
+    def make() -> tuple[GemmAllToAll, BufferLock]:
+        handle = GemmAllToAll(comm, most_rows, sent.shape[1], sent.dtype, tiles=ROW_TILES)
+        if units is not None:
+            handle.programs = min(handle.programs, units * ROW_TILES.per_unit)
+        return handle, buffer_lock(comm)
+
+    handle, turn = cached_object(comm, (exchange_rows, *shape), make)
+
+    def sender() -> CachedLaunch:
+        return functools.partial(handle.run, sends_zeros=sends_zeros, alike=f", numbers {alike}")
+
+    with turn:  # until the rows have been read
+        return read(send_rows(comm, most_rows, sender, (handle, sends_zeros), sent, counts, terms, factors, own))
 
 
 def _exchanged(
@@ -213,27 +272,12 @@ def _exchanged(
     *,
     sends_zeros: bool = False,
 ) -> Tensor:
-    """Send sums of rows of ``sent``, and return what ``read`` makes of those that come, in turn.
-
-    Each shape has a handle of its own, since its output is read behind each call, and each number of experts has one,
-    so that ranks that differ in it never take each other's rows for theirs.
-    """
-    comm, (most_rows, k), counts = communicator(number), slots[3].shape, slots[4]
-    shape = most_rows, sent.shape[1], sent.dtype, experts, k
+    """Send sums of rows of ``sent``, and return what ``read`` makes of those that come."""
+    comm, (most_rows, k) = communicator(number), slots[3].shape
     # By dtype: tokens that leave in float8 come back, as gradients, in their own dtype, in each step anew.
-    compare_shapes(comm, f"{name} of {sent.dtype}", shape)
-
-    def make() -> tuple[GemmAllToAll, BufferLock]:
-        return GemmAllToAll(comm, most_rows, sent.shape[1], sent.dtype, tiles=ROW_TILES), buffer_lock(comm)
-
-    handle, turn = cached_object(comm, (_exchanged, *shape), make)
-
-    def sender() -> CachedLaunch:
-        alike = f", {experts} experts of a rank, {k} of a token"
-        return functools.partial(handle.run, sends_zeros=sends_zeros, alike=alike)
-
-    with turn:  # until the rows have been read
-        return read(send_rows(comm, most_rows, sender, (handle, sends_zeros), sent, counts, terms, factors))
+    compare_shapes(comm, f"{name} of {sent.dtype}", (most_rows, sent.shape[1], sent.dtype, experts, k))
+    options: dict[str, Any] = {"terms": terms, "factors": factors, "sends_zeros": sends_zeros}
+    return exchange_rows(comm, sent, slots[4], most_rows, read, alike=(experts, k), **options)
 
 
 def _dispatch_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -352,7 +396,7 @@ def index_tokens(
     numbers, pairs, first = torch.empty_like(ends), everyone.numel(), ranks.rank * experts
     warps = {"BLOCK": BLOCK, "num_warps": 8}
     launch(_count, (experts,), (everyone, numbers, pairs, first), warps)
-    arguments = everyone, numbers, ends, rows, results, pairs, first, experts, most_rows, k
+    arguments = everyone, numbers, ends, rows, results, pairs, first, experts, most_rows, k, 0
     launch(_assign, (experts + 1,), arguments, {"EP": power_of_two(experts), **warps})
     arguments = chosen.contiguous(), leaving, returned, tokens, k, experts, ranks.world_size
     launch(_leave, (-(-tokens // TOKENS),), arguments, {"KP": power_of_two(k), "TOKENS": TOKENS})
@@ -380,13 +424,14 @@ def _count(everyone, numbers, pairs, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def _assign(
-    everyone, numbers, ends, rows, results, pairs, first, experts, most_rows, k,
+    everyone, numbers, ends, rows, results, pairs, first, experts, most_rows, k, room,
     EP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)  # and behind them, what is no expert's
     lane = tl.arange(0, EP)
     number = tl.load(numbers + lane, mask=lane < experts, other=0)
-    before = tl.sum(tl.where(lane < expert, number, 0))
+    # Experts without ``rows`` have ``room`` rows each (``expert_slots``).
+    before = tl.sum(tl.where(lane < expert, number, 0)) if rows is not None else expert * room
     if expert < experts:
         tl.store(ends + expert, tl.minimum(tl.sum(tl.where(lane <= expert, number, 0)), most_rows))
         for at in range(0, pairs, BLOCK):
@@ -394,16 +439,18 @@ def _assign(
             is_own = tl.load(everyone + pair, mask=pair < pairs, other=-1) == first + expert
             row = before + tl.cumsum(is_own.to(tl.int32), 0) - 1
             tl.store(results + pair, tl.where(row < most_rows, row, NO_ROOM), mask=is_own)
-            tl.store(rows + row, pair // k, mask=is_own & (row < most_rows))
+            if rows is not None:
+                tl.store(rows + row, pair // k, mask=is_own & (row < most_rows))
             before += tl.sum(is_own.to(tl.int32))
     else:
         for at in range(0, pairs, BLOCK):
             pair = at + tl.arange(0, BLOCK)
             other = tl.load(everyone + pair, mask=pair < pairs, other=-1) - first
             tl.store(results + pair, -1, mask=(pair < pairs) & ((other < 0) | (other >= experts)))
-        for at in range(before, most_rows, BLOCK):
-            row = at + tl.arange(0, BLOCK)
-            tl.store(rows + row, -1, mask=row < most_rows)
+        if rows is not None:
+            for at in range(before, most_rows, BLOCK):
+                row = at + tl.arange(0, BLOCK)
+                tl.store(rows + row, -1, mask=row < most_rows)
 
 
 @triton.jit
@@ -424,7 +471,7 @@ def _leave(
 
 @triton.jit(do_not_specialize=["rows"])
 def _sum_rows(
-    x, output, terms, factors, rows, columns, x_stride,
+    x, output, terms, factors, own, places, rows, columns, x_stride, own_stride,
     TERMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -432,6 +479,9 @@ def _sum_rows(
     values, is_there = sum_of_terms(x, terms, factors, row, column, row < rows, columns, x_stride, ROWS, COLS, TERMS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     values = tl.where(is_there[:, None], values, tl.zeros_like(values))
+    if own is not None:
+        more, is_more = sum_of_terms(own, places, None, row, column, row < rows, columns, own_stride, ROWS, COLS, 1)
+        values = values.to(tl.float32) + tl.where(is_more[:, None], more, tl.zeros_like(more)).to(tl.float32)
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(output + at, values.to(output.dtype.element_ty), mask=inside)
 

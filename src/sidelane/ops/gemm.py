@@ -12,7 +12,8 @@ Any block of two ranks; tiles for the peers, which wait, come first::
     rank 0   first: ready | wait for 1 | tiles for 1 -> 1 | wait for 0 | tiles for 0 | last: done, wait for all
     rank 1   first: ready | wait for 0 | tiles for 0 -> 0 | wait for 1 | tiles for 1 | last: done, wait for all
 
-``ready`` and ``done`` are those of ``embedding``, and so is the reason why any grid will do.
+``ready`` and ``done`` are those of ``embedding``, and so is the reason why any grid will do. Rows that are only copied
+take no link where they stay: half of the programs begin with those.
 
 Example: 2 ranks, counts [[2, 3], [1, 0]]: of the five rows of rank 0 the first two stay, and the others become rows 0
 to 2 of rank 1; the one row of rank 1 becomes row 2 of rank 0.
@@ -71,8 +72,8 @@ NAME = "gemm_all_to_all"
 METHODS = FUSED, SPLIT, UNFUSED
 OPERATOR = FusedOperator(NAME, ("most_rows", "columns of x", "columns of the result"), METHODS, METHODS, PIECES)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
-ARGUMENT_INDICES = range(2, 7)
-"""Positions of x, weight, counts, terms and factors among the kernel's arguments after the context."""
+ARGUMENT_INDICES = range(2, 8)
+"""Positions of x, weight, counts, terms, factors and own among the kernel's arguments after the context."""
 
 NO_ROOM = tl.constexpr(-2)
 """Number of a term that experts had no room for, where a call allows it: zeros, which are sent."""
@@ -135,10 +136,10 @@ class TileSizes:
                 raise ValueError(f"TileSizes: {name} (value={value}, allowed={text} {least})")
 
 
-ROW_TILES = TileSizes(rows=32, depth=16, stages=1, per_unit=2)
+ROW_TILES = TileSizes(rows=32, columns=512, depth=16, warps=16, stages=1, per_unit=2)
 """Tile sizes for rows that are sent unchanged."""
 
-SUM_TILES = dataclasses.replace(ROW_TILES, rows=16)
+SUM_TILES = dataclasses.replace(ROW_TILES, rows=16, columns=256, warps=8)
 """Tile sizes for sums of rows, whose terms are loaded at a time."""
 
 
@@ -172,16 +173,20 @@ class GemmAllToAll(KernelHandle):
         counts: torch.Tensor,
         terms: torch.Tensor | None = None,
         factors: torch.Tensor | None = None,
+        own: torch.Tensor | None = None,
         sends_zeros: bool = False,
         alike: str = "",
         repeated: RepeatedLaunch | None = None,
     ) -> torch.Tensor:
-        """Run the operator with checked arguments; rows without a weight may be sums of ``terms``, among which
-        ``NO_ROOM`` is zeros if ``sends_zeros``, and else none. ``alike``: text that must be the same on every rank.
-        ``repeated``: launch of calls with these layouts and options.
+        """Run the operator with checked arguments. Rows without a weight may be sums of ``terms``, among which
+        ``NO_ROOM`` is zeros if ``sends_zeros``, and else none.
+
+        ``own``: contiguous tensor, at a multiple of 16 bytes, for the rows of this rank for itself, at their places
+        among all that come; None for the output. ``alike``: text that must be the same on every rank. ``repeated``:
+        launch of calls with these layouts and options.
         """
         comm, experts = self.comm, experts_of(weight, counts)
-        tensors = x, weight, counts, terms, factors
+        tensors = x, weight, counts, terms, factors, own
         if (other := apart_from(self.output, x)) is not x:
             x, repeated = other, None  # of another layout, maybe
         if self._repeats(repeated, tensors):
@@ -199,6 +204,7 @@ class GemmAllToAll(KernelHandle):
                 counts,
                 terms,
                 factors,
+                own,
                 x.shape[0] if terms is None else terms.shape[0],
                 x.shape[1],
                 self.columns,
@@ -377,7 +383,7 @@ def sum_of_terms(
 
 @triton.jit
 def _gemm_all_to_all(
-    context, outputs, counters, x, weight, counts, terms, factors, rows, depth, columns, x_stride, weight_stride,
+    context, outputs, counters, x, weight, counts, terms, factors, own, rows, depth, columns, x_stride, weight_stride,
     experts, expert_stride, most_rows, stamps, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
     WIDE: tl.constexpr, DTYPE: tl.constexpr, EP: tl.constexpr, TERMS: tl.constexpr,
@@ -392,8 +398,15 @@ def _gemm_all_to_all(
     sent = tl.load(counts + (rank * ranks + lane) * experts + kind, mask=known, other=0).to(tl.int32)
     across = tl.cdiv(columns, COLS)
     number = program  # number of a tile, among those of one expert for one rank
+    begins_here = 0
+    if weight is None and EP == 1:
+        # Copies of rows do not use the link: every second program makes its own first, while the others send.
+        begins_here = program % 2
+        if begins_here == 1:
+            others = tl.sum(tl.where(lane == rank, 0, tl.cdiv(sent, ROWS))) * across
+            number = (program + programs - others % programs) % programs
     for turn in range(ranks):
-        peer = (rank + 1 + turn) % ranks
+        peer = (rank + 1 - begins_here + turn) % ranks
         came = tl.load(counts + (lane * ranks + peer) * experts + kind, mask=known, other=0).to(tl.int32)
         for expert in range(experts):
             before = (lane == peer) & (kind < expert)
@@ -418,15 +431,24 @@ def _gemm_all_to_all(
                     inside = row_mask[:, None] & (column < columns)[None, :]
                     values = tl.load(x + (first + row).to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside)
                 else:
-                    own = weight + (rank.to(tl.int64) * 0 + expert) * expert_stride
-                    values = tile_product(x, own, first + row, column, row_mask, depth, x_stride, weight_stride,
+                    matrix = weight + (rank.to(tl.int64) * 0 + expert) * expert_stride
+                    values = tile_product(x, matrix, first + row, column, row_mask, depth, x_stride, weight_stride,
                                           columns, ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
                 place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
                 stamp(stamps, SEND, peer)
-                put_weak(outputs, peer, place, values.to(DTYPE), row_mask[:, None] & (column < columns)[None, :],
-                         ALIGNED)  # fmt: skip
+                inside = row_mask[:, None] & (column < columns)[None, :]
+                if own is None:
+                    put_weak(outputs, peer, place, values.to(DTYPE), inside, ALIGNED)
+                else:  # one store for both, for the sake of registers
+                    address = tl.where(peer == rank, own.to(tl.int64), tl.load(outputs + peer))
+                    pointer = address.to(tl.pointer_type(DTYPE))
+                    if ALIGNED:
+                        pointer = tl.multiple_of(pointer, 16)
+                    tl.store(pointer + place, values.to(DTYPE), mask=inside)
                 number += programs
             number -= tiles
+        if begins_here == 1 and turn == 0:
+            number = program
     stamp(stamps, WAIT)
     if arrive_acq_rel(counters + 1, programs):
         tl.store(counters, 0)

@@ -48,13 +48,14 @@ from sidelane.ops.handle import (
     check_choice,
     check_tensor,
     check_tiles,
+    load_with_cells,
     power_of_two,
     programs_of,
     refusing_tiles,
     register_limit,
 )
 from sidelane.ops.operands import apart_from, check_neighbours, product
-from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall, ProblemSizes
+from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall, ProblemSizes, host_objection
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
@@ -170,10 +171,15 @@ class Tiling:
 OF_DOTS = Tiling(32, 128, 4, 2, 5, "")
 """Tiling for more than one token, which tensor cores multiply."""
 
+OF_FEW_ROWS, FEW_ROWS = Tiling(16, 256, 2, 2, 4, ""), 4096
+"""Tiling for more than one token and up to so many rows, of which larger tiles would leave units idle."""
 
-def tiling_of(tokens: int) -> Tiling:
-    """Return the fastest tiling in the measurements (results/notes/kernels.md, *GEMVs whose sums are cells*)."""
-    return OF_DOTS if tokens > 1 else Tiling()
+
+def tiling_of(tokens: int, rows: int) -> Tiling:
+    """Return the fastest tiling in the measurements (results/notes/kernels.md, *GEMVs whose sums are cells*;
+    results/h200x2/gemv-grid.txt).
+    """
+    return Tiling() if tokens == 1 else OF_FEW_ROWS if rows <= FEW_ROWS else OF_DOTS
 
 
 def shared_bytes_of(device: torch.device, per_unit: int) -> int:
@@ -194,8 +200,18 @@ def _too_large(sizes: ProblemSizes) -> str:
     return f"fused takes up to {CELLS_BYTES // 4} elements of the result" if is_large else ""
 
 
+def _host_objection(ranks: int, sizes: ProblemSizes) -> str:
+    # Cells of several tokens are padded: 8 rows of a decoding step took 37 us a call more than separate calls.
+    return "fused takes one token through host memory" if sizes[2] > 1 else host_objection(ranks, 4 * sizes[0])
+
+
 OPERATOR = FusedOperator(
-    NAME, ("rows", "columns of all ranks", "tokens"), has_sum=True, agreed=_agreed, too_large=_too_large
+    NAME,
+    ("rows", "columns of all ranks", "tokens"),
+    has_sum=True,
+    agreed=_agreed,
+    too_large=_too_large,
+    through_host=lambda ranks, sizes, element_bytes: _host_objection(ranks, sizes),
 )
 
 
@@ -223,7 +239,7 @@ class GemvAllReduce(KernelHandle):
     ) -> None:
         self.weight_dtype = weight_dtype or dtype
         self.comm, self.rows, self.tokens, self.dtype = comm, rows, tokens, dtype
-        self.tiling = tiling = tiling or tiling_of(tokens)
+        self.tiling = tiling = tiling or tiling_of(tokens, rows)
         self.padded = 1 if tokens == 1 else MOST_TOKENS
         tiles = -(-rows // tiling.rows)
         programs = programs_of(comm, tiles, tiling.per_unit)
@@ -232,11 +248,8 @@ class GemvAllReduce(KernelHandle):
         self._stages = tiling.stages_in(
             shared_bytes_of(comm.device, tiling.per_unit), self.weight_dtype.itemsize, dtype.itemsize, self.padded
         )
-        self.cells = comm.empty(2 * comm.world_size * rows * self.padded, dtype=torch.int64)
-        self.cells.zero_()
-        self.kernel = comm.load_kernel(_gemv_cells, flags=0)
-        self._addresses = comm.peers(self.cells)  # now, as the first launch may be captured
-        comm.barrier()  # all cells are 0 before any is written
+        count = 2 * comm.world_size * rows * self.padded
+        self.kernel, self.cells, self.addresses = load_with_cells(comm, _gemv_cells, count)
 
     def run(
         self,
@@ -260,7 +273,7 @@ class GemvAllReduce(KernelHandle):
         with refusing_tiles(NAME, tiling):
             self.kernel.launch(
                 (self.programs,),
-                self._addresses,
+                self.addresses,
                 self.cells,
                 out,
                 weight,

@@ -15,7 +15,7 @@ from sidelane.errors import UnavailableError
 from sidelane.execute.base import CallerStream
 from sidelane.ops.timeline import Timeline
 from sidelane.session import Communicator
-from sidelane.session.own_kernel import OwnKernel, RepeatedLaunch
+from sidelane.session.own_kernel import OwnKernel, RepeatedLaunch, load_kernel
 
 H = TypeVar("H")
 
@@ -207,6 +207,29 @@ def compare_shapes(comm: Communicator, name: str, shape: Hashable) -> None:
     if comm.cache.get((compare_shapes, name)) != shape and not is_captured(comm):
         comm.agree(name, f"{name}: {shape}")
         comm.cache[compare_shapes, name] = shape
+
+
+def load_with_cells(comm: Communicator, kernel: Any, count: int) -> tuple[OwnKernel, torch.Tensor, torch.Tensor]:
+    """Load a kernel, and make cells (``device/flagged.py``), all 0, in memory that peers reach. Collective.
+
+    Args:
+        comm: communicator of the ranks.
+        kernel: the function that ``triton.jit`` made; it needs no flags.
+        count: number of cells on each rank.
+
+    Returns:
+        The kernel, the cells of this rank, and the addresses of those of all ranks.
+    """
+    if comm.backend.peers.through_host:
+        loaded = load_kernel(comm.path, kernel, 0, 8 * count)
+        own, addresses = loaded.shared()
+        return loaded, own.view(torch.int64), addresses
+    cells = comm.empty(count, dtype=torch.int64)
+    cells.zero_()
+    loaded = comm.load_kernel(kernel, flags=0)
+    addresses = comm.peers(cells)  # now, as the first launch may be captured
+    comm.barrier()  # all cells are 0 before any is written
+    return loaded, cells, addresses
 
 
 def programs_of(comm: Communicator, needed: int, per_unit: int) -> int:

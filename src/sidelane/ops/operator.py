@@ -33,6 +33,13 @@ from sidelane.session.answers import lookup, remember
 AUTO = "auto"
 MOST_PIECES = 64
 
+NO_HOST_KERNEL = "it has no kernel through host memory"
+
+HOST_CELLS_BYTES = 128 << 10
+"""Largest number of bytes that ``auto`` sends to all peers in words with flags through host memory, the flags not
+counted. Between two H200s a norm of 128 KiB took 23.9 us so and 26.0 in separate calls, of 256 KiB 39.1 and 36.1, when
+all cells still crossed PCIe twice (results/notes/kernels.md)."""
+
 CachedLaunch = Callable[..., Any]
 """Function that runs a method on tensors of checked layouts."""
 
@@ -93,6 +100,14 @@ def cached(
     return launch
 
 
+def host_objection(ranks: int, nbytes: int) -> str:
+    """Return the reason for which ``auto`` sends no words with flags of so many bytes to each peer through host memory;
+    empty: it does.
+    """
+    most = HOST_CELLS_BYTES // max(1, ranks - 1)
+    return f"fused takes up to {most} bytes through host memory" if nbytes > most else ""
+
+
 def mean_of(columns: Sequence[Sequence[int]]) -> ProblemSizes:
     """Return the mean of each size over the ranks, at least 1."""
     return tuple(max(1, round(sum(column) / len(column))) for column in columns)
@@ -114,6 +129,8 @@ class FusedOperator:
         too_large: function of the sizes that returns the reason for which ``auto`` excludes ``fused``; empty: none.
         order: function of the number of ranks and the sizes that returns the order of a fused call which leaves it
             open, with the reason; None without orders.
+        through_host: function of the number of ranks, the sizes and the bytes of an element that returns the reason for
+            which ``auto`` excludes ``fused`` where host memory is between the GPUs; empty: none.
     """
 
     name: str
@@ -126,6 +143,7 @@ class FusedOperator:
     agreed: Callable[[Sequence[Sequence[int]]], ProblemSizes] = mean_of
     too_large: Callable[[ProblemSizes], str] = lambda sizes: ""
     order: Callable[[int, ProblemSizes], Selection[str]] | None = None
+    through_host: Callable[[int, ProblemSizes, int], str] = lambda ranks, sizes, element_bytes: NO_HOST_KERNEL
 
     def __post_init__(self) -> None:
         OPERATORS[self.name] = self
@@ -215,6 +233,9 @@ class FusedOperator:
         self, comm: Communicator, sizes: ProblemSizes, call: OperatorCall, *, captured: bool
     ) -> Selection[Method]:
         reason = self.too_large(sizes)
+        if comm.backend.peers.through_host:  # where no table holds
+            reason = reason or self.through_host(comm.world_size, sizes, call.element_bytes or 2)
+            return Selection(Method(UNFUSED if reason else FUSED), reason or "words with flags through host memory")
         if reason:
             return Selection(Method(UNFUSED), reason)
         return choose_method(
@@ -290,8 +311,7 @@ def tables_of(comm: Communicator) -> FusedTimes:
             raise UnavailableError("fused operators: auto in a capture needs an eager call, or explain, before it")
         content = b""
         if comm.rank == 0:
-            known = not comm.backend.peers.through_host  # tables are of GPUs that store into each other's memory
-            tables = fused_times(comm.config.profile, key_here(comm.device.type, comm.world_size)) if known else {}
+            tables = fused_times(comm.config.profile, key_here(comm.device.type, comm.world_size))
             rows = {where: [time.to_dict() for time in times] for where, times in tables.items()}
             content = json.dumps(rows).encode()
         sent = json.loads(_sent_by_rank_0(comm, content))

@@ -18,7 +18,9 @@ from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.device.language import real
+from sidelane.errors import UnavailableError
 from sidelane.kernels.arithmetic import DTYPES
+from sidelane.memory.storage import persistent
 from sidelane.ops import rms_norm_kernels
 from sidelane.ops.handle import (
     FLOATS,
@@ -26,18 +28,24 @@ from sidelane.ops.handle import (
     cached_object,
     check_choice,
     check_tensor,
+    load_with_cells,
     power_of_two,
     programs_of,
     register_limit,
     reporting_refusals,
 )
-from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall
+from sidelane.ops.operator import AUTO, CachedLaunch, FusedOperator, OperatorCall, host_objection
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 from sidelane.session.own_kernel import RepeatedLaunch
 
 NAME = "all_reduce_rms_norm"
-OPERATOR = FusedOperator(NAME, ("tokens", "hidden"), has_sum=True)
+OPERATOR = FusedOperator(
+    NAME,
+    ("tokens", "hidden"),
+    has_sum=True,
+    through_host=lambda ranks, sizes, element_bytes: host_objection(ranks, sizes[0] * sizes[1] * element_bytes),
+)
 CELLS, PUSHED = "cells", "pushed"
 SCHEDULES = (AUTO, CELLS, PUSHED)
 MOST_TOKENS = 512
@@ -47,9 +55,14 @@ MOST_ROW_BYTES = 32 << 10
 PROGRAMS_A_UNIT = 16
 """Programs of one warp on a compute unit, in cells: all of a grid are there at once, since they wait for each other."""
 
+HOST_WARPS = 2
+"""Warps of a program in cells through host memory. A thread then has two words of a slice, whose cells are one load.
+Four words are two loads, each of 16 bytes of every 32, so that all cells cross PCIe twice."""
+
 _ARGUMENT_INDICES = 4, 5, 6, 7, 8, 14, 15, 16
 """Positions of both outputs, x, residual, weight, and of quantized and its scale, read or written, among the kernel's
-arguments behind the context."""
+arguments behind the context. In
+cells, ``partials`` come before them."""
 
 CELLS_BYTES = 1 << 20
 """Largest number of bytes of x that a rank sends to its peers in cells, if ``auto`` chooses. Between two H200s, cells
@@ -73,24 +86,29 @@ class AllReduceRmsNorm(KernelHandle):
         self, comm: Communicator, tokens: int, hidden: int, dtype: torch.dtype, *, schedule: str = AUTO
     ) -> None:
         self.comm, self.tokens, self.hidden, self.dtype = comm, tokens, hidden, dtype
+        through_host = comm.backend.peers.through_host
+        if schedule == PUSHED and through_host:
+            raise UnavailableError(f"{NAME}: schedule through host memory (value={PUSHED}, allowed={AUTO}, {CELLS})")
         if schedule == AUTO:
             sent_bytes = tokens * hidden * dtype.itemsize * (comm.world_size - 1)
-            schedule = CELLS if sent_bytes <= CELLS_BYTES else PUSHED
+            schedule = CELLS if sent_bytes <= CELLS_BYTES or through_host else PUSHED
         self.schedule = schedule
+        self.partials: tuple[torch.Tensor, ...] = ()  # of this rank: sums that the blocks of a row exchange, in cells
         slices = -(-hidden * dtype.itemsize // rms_norm_kernels.SLICE_BYTES)
         if schedule == CELLS:
             self._init_cells(slices)
         else:
             self._init_pushed(slices)
         self._counters = self.kernel.counters
-        self._addresses = comm.peers(self.came)  # now, as the first launch may be captured
 
     def _init_cells(self, slices: int) -> None:
         comm, tokens, nbytes = self.comm, self.tokens, self.dtype.itemsize
         self._width, slice_words = self.hidden * nbytes // 4, rms_norm_kernels.SLICE_BYTES // 4
         parts = slices_of_a_program(comm, slices)
         self._team = -(-slices // parts)
-        self.programs = programs_of(comm, tokens * self._team, PROGRAMS_A_UNIT) // self._team * self._team
+        warps = HOST_WARPS if comm.backend.peers.through_host else 1
+        per_unit = PROGRAMS_A_UNIT // warps
+        self.programs = programs_of(comm, tokens * self._team, per_unit) // self._team * self._team
         self.options: dict[str, Any] = {
             "N": comm.world_size,
             "W": slice_words,
@@ -100,13 +118,13 @@ class AllReduceRmsNorm(KernelHandle):
             "WHOLE": self._width == self._team * parts * slice_words,
             "ELEMENT_BYTES": nbytes,
             "DTYPE": real(DTYPES[str(self.dtype).removeprefix("torch.")]),
-            "num_warps": 1,
-            **register_limit(128, 1, PROGRAMS_A_UNIT),
+            "num_warps": warps,
+            **register_limit(128, warps, per_unit),
         }
-        self.came = comm.empty(2 * tokens * (comm.world_size * self._width + power_of_two(slices)), dtype=torch.int64)
-        self.came.zero_()
-        self.kernel = comm.load_kernel(rms_norm_kernels.CELLS_KERNEL, flags=0)
-        comm.barrier()  # all cells are 0 before any is written
+        count = 2 * comm.world_size * tokens * self._width
+        self.kernel, self.came, self.addresses = load_with_cells(comm, rms_norm_kernels.CELLS_KERNEL, count)
+        words = 2 * tokens * power_of_two(slices)
+        self.partials = (persistent(comm.device, lambda: torch.zeros(words, dtype=torch.int64, device=comm.device)),)
 
     def _init_pushed(self, slices: int) -> None:
         comm, nbytes = self.comm, self.dtype.itemsize
@@ -124,6 +142,7 @@ class AllReduceRmsNorm(KernelHandle):
         }
         self.came = comm.empty(2, comm.world_size, self.tokens, self._width, dtype=self.dtype)
         self.kernel = comm.load_kernel(rms_norm_kernels.PUSHED_KERNEL, flags=self.programs)
+        self.addresses = comm.peers(self.came)  # now, as the first launch may be captured
 
     def run(
         self,
@@ -160,8 +179,9 @@ class AllReduceRmsNorm(KernelHandle):
             (programs,),
             self._counters,
             self.comm.rank,
-            self._addresses,
+            self.addresses,
             self.came,
+            *self.partials,
             *words,
             x.shape[0],
             self.tokens,
@@ -235,7 +255,8 @@ def all_reduce_rms_norm(
             handle = cached_object(
                 comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule)
             )
-            return functools.partial(handle.run, RepeatedLaunch(_ARGUMENT_INDICES))
+            indices = [at + len(handle.partials) for at in _ARGUMENT_INDICES]
+            return functools.partial(handle.run, RepeatedLaunch(indices))
 
         make: dict[str, Callable[[int], CachedLaunch]] = {
             FUSED: fused,
@@ -282,6 +303,14 @@ def unfused_norm(
                 scale.copy_((wide.abs().amax(1, keepdim=True) / most).clamp_min(1e-12))
             quantized.copy_((wide / scale).clamp(-most, most))
         return y if out is None else out.copy_(y), total if residual_out is None else residual_out.copy_(total)
+
+
+def is_worth_it(comm: Communicator | None, x: torch.Tensor) -> bool:
+    """Return False for a sum [tokens, hidden] whose size leaves it to separate calls, through host memory."""
+    if comm is None or not comm.backend.peers.through_host:
+        return True
+    tokens, hidden = x.shape
+    return not OPERATOR.through_host(comm.world_size, (power_of_two(tokens), hidden), x.itemsize)
 
 
 def slices_of_a_program(comm: Communicator, slices: int) -> int:

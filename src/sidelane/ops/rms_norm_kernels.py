@@ -35,8 +35,8 @@ Squares are added up in one order in both, which :func:`_squares_of_slices` and 
 Legend: N ranks; T tokens, M most tokens of the handle; H hidden size, HP elements of S slices; C words of 4 bytes of a
 row; W words and E elements of a slice; SLICES of a row, S a power of two from it on; PARTS slices of a block, a power
 of two; ONE if no block has more than one row, WHOLE if all slices of all blocks are full. In cells ``x``, ``residual``
-and outputs are int32 [T, C], ``weight`` int32 [C], ``cells`` int64 [2, N, M, C], with ``partials`` [2, M, S] behind
-them: sums of squares, and magnitudes. Pushed, elements: [T, H], [H], ``staging`` [2, N, M, H]. ``quantized`` bytes [T,
+and outputs are int32 [T, C], ``weight`` int32 [C], ``cells`` int64 [2, N, M, C]; ``partials`` int64 [2, M, S]: sums of
+squares, and magnitudes. Pushed, elements: [T, H], [H], ``staging`` [2, N, M, H]. ``quantized`` bytes [T,
 H], in cells of two-byte elements int16 [T, C]; ``scale`` one element, ``own_scales`` [T].
 """
 
@@ -64,7 +64,7 @@ NAN_BYTE = tl.constexpr(0x7F)
 
 @triton.jit
 def _norm_in_cells(
-    context, counters, rank, cells_of, cells, output, total_output, x, residual, weight, tokens, most_tokens,
+    context, counters, rank, cells_of, cells, partials, output, total_output, x, residual, weight, tokens, most_tokens,
     words, eps, stamps, quantized, scale, own_scales,
     N: tl.constexpr, W: tl.constexpr, SLICES: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr, ONE: tl.constexpr,
     WHOLE: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -76,7 +76,6 @@ def _norm_in_cells(
     lane = parts[:, None] * W + tl.arange(0, W)[None, :]
     mask = words_there(lane, words, WHOLE)
     place = (generation & 1) * N
-    partials = cells + 2 * N * most_tokens * words
     turns = 1 if ONE else tl.cdiv(tokens - team, teams)
 
     stamp(stamps, SEND)

@@ -103,6 +103,7 @@ def send_rows(
     counts: torch.Tensor,
     terms: torch.Tensor | None,
     factors: torch.Tensor | None,
+    own: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Send rows as :func:`all_to_all_rows` does, with a sender of the caller's.
 
@@ -115,6 +116,7 @@ def send_rows(
         counts: argument of :func:`all_to_all_rows`.
         terms: argument of :func:`all_to_all_rows`.
         factors: argument of :func:`all_to_all_rows`.
+        own: contiguous tensor for the rows that stay on this rank, at their places; None for the result.
     """
 
     def make() -> CachedLaunch:
@@ -123,8 +125,8 @@ def send_rows(
             check_rows(NAME, comm, x, counts, most_rows, sent=sent)
         return functools.partial(sender(), repeated=RepeatedLaunch(ARGUMENT_INDICES))
 
-    run = cached(comm, None if comm.config.debug else (NAME, most_rows, *words), (x, counts, terms, factors), make)
-    came: torch.Tensor = run(x, None, counts, terms=terms, factors=factors)
+    run = cached(comm, None if comm.config.debug else (NAME, most_rows, *words), (x, counts, terms, factors, own), make)
+    came: torch.Tensor = run(x, None, counts, terms=terms, factors=factors, own=own)
     return came
 
 
@@ -156,7 +158,7 @@ def quantized_rows(x: Tensor) -> Tensor:
     all are NaN.
     """
     rows, columns = x.shape
-    first_scale, width = _widths(columns)
+    first_scale, width = row_widths(columns)
     packed = x.new_empty(rows, width, dtype=torch.uint8)
     values, places = packed.view(torch.float8_e4m3fn), packed.view(torch.float32)
     if x.device.type == "cpu":  # Triton's interpreter rounds to float8 without carrying
@@ -172,7 +174,7 @@ def quantized_rows(x: Tensor) -> Tensor:
 
 def dequantized_rows(packed: Tensor, rows: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Return rows of what :func:`quantized_rows` made, by their numbers [rows, 1], -1 for zeros."""
-    first_scale, width = _widths(columns)
+    first_scale, width = row_widths(columns)
     packed = packed.view(torch.uint8)
     output = packed.new_empty(len(rows), columns, dtype=dtype)
     arguments = packed.view(torch.float8_e4m3fn), packed.view(torch.float32), output, rows, columns, width, first_scale
@@ -184,16 +186,16 @@ def dequantized_rows(packed: Tensor, rows: Tensor, columns: int, dtype: torch.dt
 def float8_and_scales(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows as float8_e4m3fn, and a float32 scale for every ``SCALED`` elements."""
     rows, columns = x.shape
-    parts = functional.pad(x.float(), (0, -columns % SCALED)).view(rows, -1, SCALED)
+    parts = functional.pad(x.float(), (0, -columns % SCALED)).view(rows, -(-columns // SCALED), SCALED)
     largest = parts.abs().amax(-1).clamp(min=LEAST_LARGEST)
     values = (parts * (LARGEST_FLOAT8 / largest)[..., None]).to(torch.float8_e4m3fn)
-    return values.view(rows, -1)[:, :columns], largest / LARGEST_FLOAT8
+    return values.flatten(1)[:, :columns], largest / LARGEST_FLOAT8
 
 
-def _widths(columns: int) -> tuple[int, int]:
+def row_widths(columns: int) -> tuple[int, int]:
     """Return where scales begin in a row of float8, and where it ends, in bytes: multiples of 16.
 
-    >>> _widths(7168), _widths(40)
+    >>> row_widths(7168), row_widths(40)
     ((7168, 7392), (48, 64))
     """
     first = -(-columns // 16) * 16

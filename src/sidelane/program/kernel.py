@@ -54,6 +54,10 @@ HOST_LL_BYTES = MOST_LL_BYTES
 """Bytes from a rank to all its peers up to which data travels with its own flags through host memory. An all-reduce of
 256 KB between two H200s takes 21.6 us so, and 37 by the host kernel (results/notes/kernels.md)."""
 
+HOST_LL_AT_ONCE_BYTES = 64 << 10
+"""Bytes from a rank to its only peer up to which each block has one tile. From there on it waits for some words while
+it stores others (``Protocol.LL_ONCE``)."""
+
 LARGE_PART_BYTES = 8 << 20
 
 LARGE_LIST_BYTES = 2 << 20
@@ -316,7 +320,8 @@ def _protocol_through_host(program: KernelProgram) -> Protocol:
     is_small = program.root is None and program.part_bytes <= HOST_LL_BYTES // max(1, program.world_size - 1)
     if program.listed or not is_small:
         return Protocol.HOST
-    return Protocol.LL if program.distinct or program.world_size <= 2 else Protocol.LL_ONCE
+    to_one = program.world_size <= 2 and program.part_bytes <= HOST_LL_AT_ONCE_BYTES
+    return Protocol.LL if program.distinct or to_one else Protocol.LL_ONCE
 
 
 def _words(kind: Kind, reduction: Reduction | None, root: int | None) -> str:

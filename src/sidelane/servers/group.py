@@ -9,7 +9,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane.ops.handle import INTERPRETED, is_captured, power_of_two
-from sidelane.ops.rms_norm import MOST_ROW_BYTES, MOST_TOKENS, all_reduce_rms_norm
+from sidelane.ops.rms_norm import MOST_ROW_BYTES, MOST_TOKENS, all_reduce_rms_norm, is_worth_it
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
 
@@ -29,38 +30,32 @@ _NORMALISED = SUMMED[:3]
 _MOST_FUSED_RANKS = 8
 _SUSPENDED = "suspended"
 
+Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class ServerGroup:
     """Collectives of one group of a server; a method returns None, with nothing done, for what Sidelane does not take.
 
     vLLM and SGLang both ask an object with ``disabled``, ``should_custom_ar``, ``custom_all_reduce`` and ``capture``
-    whether it makes an all-reduce. This object takes the place of theirs, which it keeps: what Sidelane does not take
-    is theirs, and so are all attributes that this class lacks.
+    whether it makes an all-reduce. This object takes the place of theirs.
 
     Args:
         group: process group of the ranks, by which they meet.
         device: device of all tensors.
-        then: the server's own object; None for none.
         batch_invariant: the bits of a row must not depend on the rows beside it. Sums never do, and
             :meth:`all_reduce_rms_norm` is then left to the server, which rounds the sum first.
 
     Attributes:
-        comm: communicator; None while it is disabled.
-        reason: reason why it is disabled; empty while it is not.
+        comm: communicator; None while there is none.
+        reason: reason why there is none; empty while there is one.
         counts: numbers of calls that Sidelane has made, by method; those of a graph once, when it was captured.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device | str | int,
-        *,
-        then: Any = None,
-        batch_invariant: bool = False,
+        self, group: dist.ProcessGroup, device: torch.device | str | int, *, batch_invariant: bool = False
     ) -> None:
-        self._then, self._group = then, group
+        self._group, self._batch_invariant = group, batch_invariant
         self._device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        self._batch_invariant = batch_invariant
         self._is_captured = False
         self.comm: Communicator | None = None
         self.reason = ""
@@ -79,24 +74,13 @@ class ServerGroup:
         except Exception as error:  # whatever it is, the server goes on without Sidelane
             self.comm, self.reason = None, f"{type(error).__name__}: {error}"
 
-    def __getattr__(self, name: str) -> Any:
-        then = self.__dict__.get("_then")
-        if name.startswith("__") or then is None:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(then, name)
-
     @property
     def disabled(self) -> bool:
-        """Truth of: neither Sidelane nor the server's own object makes any call."""
-        return self.comm is None and (self._then is None or bool(self._then.disabled))
+        """Truth of: all calls are the server's."""
+        return self.comm is None
 
     def takes(self, *tensors: torch.Tensor, dtypes: Sequence[torch.dtype] | None = SUMMED) -> bool:
-        """Return whether Sidelane makes calls on such tensors: by device, dtype (None: any) and layout, not by bytes.
-
-        Args:
-            tensors: tensors of the call. Layouts must be alike on all ranks.
-            dtypes: dtypes that are allowed.
-        """
+        """Return whether calls on tensors of such devices, layouts and dtypes (None: any) are made; ranks agree."""
         return self.comm is not None and all(
             tensor.device == self.comm.device
             and tensor.numel() > 0
@@ -106,72 +90,44 @@ class ServerGroup:
         )
 
     def should_custom_ar(self, inp: torch.Tensor) -> bool:
-        """Return whether :meth:`custom_all_reduce` takes a tensor, by Sidelane or by the server's own object."""
-        return self.takes(inp) or self._is_theirs(inp)
+        """Return whether :meth:`custom_all_reduce` takes a tensor."""
+        return self.takes(inp)
 
     def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum over the ranks in a new tensor; None if neither takes it."""
-        found = self.all_reduce(input)
-        if found is None and self._is_theirs(input):
-            found = self._then.custom_all_reduce(input)
-        return found
+        """Return the sum over the ranks in a new tensor."""
+        return self.all_reduce(input)
 
-    def _is_theirs(self, tensor: torch.Tensor) -> bool:
-        return self._then is not None and not self._then.disabled and bool(self._then.should_custom_ar(tensor))
-
-    def capture(self) -> AbstractContextManager[Any]:
-        """Return what stands around the warm-up and the capture of CUDA graphs, as servers do.
-
-        Sidelane registers nothing afterwards. Calls in the warm-up are made, so that the capture finds them ready.
-        """
-        return contextlib.nullcontext() if self._then is None else self._then.capture()
+    def capture(self) -> AbstractContextManager[None]:
+        """Return what stands around the warm-up and the capture of CUDA graphs: nothing is registered afterwards."""
+        return contextlib.nullcontext()
 
     def all_reduce(self, input: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return the sum of everyone's ``input``.
-
-        Args:
-            input: any shape; it stays as it is, unless it is ``output``.
-            output: tensor for the sum, of the same shape; None makes one.
-        """
+        """Return the sum of everyone's ``input``, of any shape, in ``output`` (it may be ``input``) or a new tensor."""
         if not self.takes(input):
             return None
         found = torch.empty_like(input) if output is None else output
         self._counted("all_reduce").all_reduce(input, output=found)
         return found
 
-    def all_gather(self, input: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return everyone's ``input`` [n, ...], one after the other: [world_size * n, ...].
+    def all_gather(
+        self, input: torch.Tensor, output: torch.Tensor | None = None, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor | None:
+        """Return everyone's rows, [n, ...] or those of rank i [sizes[i], ...], in ``output`` or a new tensor.
 
-        Args:
-            input: tensor of the same shape on all ranks, of at least one dimension.
-            output: tensor for the result; None makes one.
+        Uneven rows are one batch of broadcasts. ``sizes`` are the same on all ranks.
         """
-        if not self.takes(input, dtypes=None):
+        if self.comm is None or input.device != self.comm.device or not input.dim():
+            return None
+        sizes = list(sizes or [input.shape[0]] * self.comm.world_size)
+        if not sum(sizes) or 0 in input.shape[1:]:
             return None
         comm = self._counted("all_gather")
         if output is None:
-            output = input.new_empty((comm.world_size * input.shape[0], *input.shape[1:]))
-        comm.all_gather(output, input)
-        return output
-
-    def all_gatherv(
-        self, input: torch.Tensor, sizes: Sequence[int], output: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """Return everyone's rows, one rank after the other; rank i has ``sizes[i]`` of them. One call of broadcasts.
-
-        Args:
-            input: rows of this rank, [sizes[rank], ...].
-            sizes: number of rows of each rank, the same on all ranks.
-            output: tensor for the result, [sum(sizes), ...]; None makes one.
-        """
-        if self.comm is None or input.device != self.comm.device or not sum(sizes) or 0 in input.shape[1:]:
-            return None
-        if len(set(sizes)) == 1:
-            return self.all_gather(input.contiguous(), output)
-        comm = self._counted("all_gatherv")
-        if output is None:
             output = input.new_empty((sum(sizes), *input.shape[1:]))
-        parts = output.split(list(sizes))
+        if len(set(sizes)) == 1:
+            comm.all_gather(output, input.contiguous())
+            return output
+        parts = output.split(sizes)
         parts[comm.rank].copy_(input)
         with comm.batch() as batch:
             for root, part in enumerate(parts):
@@ -179,39 +135,23 @@ class ServerGroup:
                     batch.broadcast(part, root=root)
         return output
 
-    def reduce_scatter(self, input: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return this rank's part of the sum of everyone's ``input`` [world_size * n, ...]: [n, ...].
-
-        Args:
-            input: as many rows as ``world_size`` divides.
-            output: tensor for the result; None makes one.
-        """
-        if not self.takes(input):
-            return None
-        comm = self._counted("reduce_scatter")
-        if output is None:
-            output = input.new_empty((input.shape[0] // comm.world_size, *input.shape[1:]))
-        comm.reduce_scatter(output, input)
-        return output
-
-    def reduce_scatterv(
-        self, input: torch.Tensor, sizes: Sequence[int], output: torch.Tensor | None = None
+    def reduce_scatter(
+        self, input: torch.Tensor, output: torch.Tensor | None = None, sizes: Sequence[int] | None = None
     ) -> torch.Tensor | None:
-        """Return this rank's ``sizes[rank]`` rows of the sum. Uneven parts are copied to parts of the largest size.
+        """Return this rank's rows of the sum of everyone's ``input``, in ``output`` or a new tensor.
 
-        Args:
-            input: rows [sum(sizes), ...].
-            sizes: number of rows of each rank, the same on all ranks.
-            output: tensor for the result; None makes one.
+        ``input`` is [world_size * n, ...] or [sum(sizes), ...]. Uneven parts are copied to parts of one size.
         """
-        if not self.takes(input):
+        if not self.takes(input) or (sizes is None and input.shape[0] % self._group.size()):
             return None
-        most = max(sizes)
+        sizes = list(sizes or [input.shape[0] // self._group.size()] * self._group.size())
+        comm, most = self._counted("reduce_scatter"), max(sizes)
         if min(sizes) == most:
-            return self.reduce_scatter(input, output)
-        comm = self._counted("reduce_scatterv")
+            found = input.new_empty((most, *input.shape[1:])) if output is None else output
+            comm.reduce_scatter(found, input)
+            return found
         padded = input.new_empty((comm.world_size, most, *input.shape[1:]))
-        for place, part in zip(padded, input.split(list(sizes)), strict=True):
+        for place, part in zip(padded, input.split(sizes), strict=True):
             place[: part.shape[0]].copy_(part)
         found = torch.empty_like(padded[0])
         comm.reduce_scatter(found, padded)
@@ -235,47 +175,30 @@ class ServerGroup:
             and x.shape[0] <= MOST_TOKENS
             and x.shape[1] * x.itemsize % 4 == 0
             and x.shape[1] * x.itemsize <= MOST_ROW_BYTES
+            and is_worth_it(self.comm, x)
         )
 
     def all_reduce_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-        **tensors: Any,
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, **tensors: Any
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return ``rms_norm(total) * weight`` and ``total = sum of everyone's x + residual``, both [tokens, hidden].
 
-        A capture takes shapes that a call has had before it; others are the server's there.
-
-        Args:
-            x: this rank's part of the sum, [tokens, hidden]; it stays as it is.
-            residual: tensor [tokens, hidden], the same on all ranks; None for none.
-            weight: weight of the norm, [hidden].
-            eps: number added to the mean of the squares.
-            tensors: ``out``, ``residual_out``, ``quantized`` and ``scale`` of ``ops.all_reduce_rms_norm``.
+        A capture takes shapes that a call has had before it; others are the server's there. ``x`` stays as it is.
+        ``residual`` is the same on all ranks. ``tensors`` are further ones of :func:`sidelane.ops.all_reduce_rms_norm`.
         """
-        if not self.normalises(x, weight) or not self._is_prepared(x, residual, tensors):
+        if self.comm is None or not self.normalises(x, weight):
             return None
-        return all_reduce_rms_norm(self._counted("all_reduce_rms_norm"), x, residual, weight, eps=eps, **tensors)
-
-    def _is_prepared(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: dict[str, Any]) -> bool:
-        """Return whether such a norm can run: in a capture, one outside of it has prepared it before, on all ranks."""
-        assert self.comm is not None
-        given = sorted(name for name, tensor in tensors.items() if tensor is not None)
-        kind = power_of_two(x.shape[0]), x.shape[1], x.dtype, residual is None, *given
-        if is_captured(self.comm):
-            return kind in self._prepared
+        kind = power_of_two(x.shape[0]), x.shape[1], x.dtype, residual is None, *sorted(tensors)
+        if is_captured(self.comm) and kind not in self._prepared:
+            return None
         self._prepared.add(kind)
-        return True
+        return all_reduce_rms_norm(self._counted("all_reduce_rms_norm"), x, residual, weight, eps=eps, **tensors)
 
     def fuses(self) -> bool:
         """Return whether :meth:`all_reduce_rms_norm` takes any tensor: kernels run here, and bits may differ."""
-        comm = self.comm
-        if comm is None or self._batch_invariant or comm.backend.peers.through_host:
+        if self.comm is None or self._batch_invariant:
             return False
-        return comm.world_size <= _MOST_FUSED_RANKS and (comm.device.type == "cuda" or INTERPRETED)
+        return self.comm.world_size <= _MOST_FUSED_RANKS and (self.comm.device.type == "cuda" or INTERPRETED)
 
     def suspend(self) -> str:
         """Release the memory of the communicator, with all ranks; return why it stays, or an empty text.
@@ -283,10 +206,9 @@ class ServerGroup:
         Graphs contain the addresses of its memory, so that it stays once a call has been captured.
         """
         if self.comm is None:
-            return self.reason
+            return "" if self.reason == _SUSPENDED else self.reason
         if self._is_captured:
-            kept = format_bytes(self.memory_bytes())
-            return f"{kept} of symmetric memory stay: captured graphs contain their addresses"
+            return f"{format_bytes(self.memory_bytes())} stay: captured graphs contain addresses of this memory"
         self.comm.synchronize()
         self.comm.barrier()
         self.comm.synchronize()
@@ -302,16 +224,11 @@ class ServerGroup:
 
     def memory_bytes(self) -> int:
         """Return the bytes of symmetric memory that are reserved on this rank."""
-        if self.comm is None:
-            return 0
-        use = self.comm.memory()
-        return use.reserved + use.own
+        use = None if self.comm is None else self.comm.memory()
+        return 0 if use is None else use.reserved + use.own
 
     def close(self) -> None:
-        """Release the communicator, and the server's own object if it can be closed. Not a collective."""
-        then, self._then = self._then, None
-        if hasattr(then, "close"):
-            then.close()
+        """Release the communicator. Not a collective."""
         if self.comm is not None:
             self.comm.close()
             self.comm, self.reason = None, "closed"
@@ -322,3 +239,45 @@ class ServerGroup:
         self.counts[call] += 1
         self._is_captured = self._is_captured or is_captured(self.comm)
         return self.comm
+
+
+_libraries: list[torch.library.Library] = []
+
+
+@functools.cache
+def norm_operator(server: str, look: Callable[[str], tuple[ServerGroup | None, Callable[..., Norms]]]) -> Any:
+    """Return the all-reduce with the norm behind it as an operator of torch, which compilers see whole.
+
+    The operator ``(x, residual, weight, eps, group, scale)`` returns ``rms_norm(total) * weight``; ``total``, the sum
+    of everyone's ``x`` and ``residual`` (None for none); and the first one divided by ``scale`` as float8_e4m3fn, or
+    an empty tensor without a scale.
+
+    Args:
+        server: name of the server.
+        look: function from a name to its group, and to the server's own ``(x, residual, weight, eps, scale)``.
+    """
+
+    def normalise(x: torch.Tensor, residual: Any, weight: torch.Tensor, eps: float, group: str, scale: Any) -> Norms:
+        served, theirs = look(group)
+        rows = x.reshape(-1, x.shape[-1])
+        quantized = norm_shapes(x, scale)[2]
+        given = {} if scale is None else {"quantized": quantized.view(rows.shape), "scale": scale.view(1)}
+        added = None if residual is None else residual.reshape(rows.shape)
+        found = None if served is None else served.all_reduce_rms_norm(rows, added, weight, eps, **given)
+        if found is None:
+            return theirs(x, residual, weight, eps, scale)
+        return found[0].view(x.shape), found[1].view(x.shape), quantized
+
+    library, name = torch.library.Library(f"sidelane_{server}", "DEF"), "all_reduce_rms_norm"
+    given = "Tensor x, Tensor? residual, Tensor weight, float eps, str group, Tensor? scale"
+    library.define(f"{name}({given}) -> (Tensor, Tensor, Tensor)")
+    library.impl(name, normalise, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sidelane_{server}::{name}", norm_shapes, lib=library)
+    _libraries.append(library)  # it defines the operator as long as it lives
+    return getattr(torch.ops, f"sidelane_{server}").all_reduce_rms_norm.default
+
+
+def norm_shapes(x: torch.Tensor, *rest: Any) -> Norms:
+    """Return tensors of the shapes and dtypes that the operator returns for its arguments."""
+    quantized = x.new_empty(0) if rest[-1] is None else torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    return torch.empty_like(x), torch.empty_like(x), quantized

@@ -22,10 +22,10 @@ from torch.nn import functional
 
 from sidelane.ops.rms_norm import MOST_TOKENS
 from sidelane.servers import setting
-from sidelane.servers.group import SUMMED, ServerGroup
+from sidelane.servers.group import SUMMED, Norms, ServerGroup, norm_operator
 from sidelane.servers.setting import line, misfit
 
-FIRST, LAST = "0.5.12", "0.5.15"
+FITS = "0.5.12", "0.5.15"
 """Versions that fit ``tests/clients/server_contracts.py``; the engine of the last one was run, too."""
 
 LOG = logging.getLogger("sglang.sidelane")
@@ -55,27 +55,15 @@ def _replace() -> None:
     from sglang.srt.utils import is_cpu, is_cuda
     from sglang.version import __version__ as version
 
-    problem = misfit("sglang", version, FIRST, LAST, parts=3)
-    if not (is_cuda() or is_cpu()):
-        problem = f"{problem or 'its platform does not fit'} (allowed=cuda, cpu)"
-    if problem:
+    device = "cuda" if is_cuda() else "cpu" if is_cpu() else "another one"
+    if problem := misfit("sglang", version, device, FITS, parts=3):
         LOG.warning(line("sglang", version, [], {"everything": problem}))
         return
     calls = logging.getLogger("sidelane")
     if calls.level == logging.NOTSET:  # SGLang sets up the root at INFO: one line a process, unless SIDELANE_LOG asks
         calls.setLevel(logging.WARNING)
-    for target, hook in hooks(is_cpu()).items():
-        HookRegistry.register(target, hook, HookType.AROUND)
-
-
-def hooks(is_cpu: bool) -> dict[str, Callable[..., Any]]:
-    """Return the hook of each function of SGLang that is replaced, by the function's full name. They stand around it.
-
-    Args:
-        is_cpu: the model runs on CPUs, where SGLang asks no custom all-reduce.
-    """
     module, owner = next(where for where in _WEIGHTS if importlib.util.find_spec(where[0]))
-    found: dict[str, Callable[..., Any]] = {
+    hooks: dict[str, Callable[..., Any]] = {  # they stand around the functions that are named
         f"{_CUSTOM}.dispatch_custom_allreduce": _dispatch,
         f"{_STATE}.set_custom_all_reduce": _enable,
         "sglang.srt.server_args.ServerArgs._handle_deterministic_inference": _note_refusal,
@@ -83,13 +71,14 @@ def hooks(is_cpu: bool) -> dict[str, Callable[..., Any]]:
         f"{_STATE}.GroupCoordinator._reduce_scatter_tensor": _moves(ServerGroup.reduce_scatter, SUMMED),
         f"{_STATE}.GroupCoordinator._all_gather_into_tensor": _moves(ServerGroup.all_gather, None),
         "sglang.srt.layers.communicator.apply_flashinfer_allreduce_fusion": _fuses,
-        f"sglang.srt.layers.flashinfer_comm_fusion.{_FUSED}": _norm(),
-        f"{module}.{owner}.release_memory_occupation": _release,
-        f"{module}.{owner}.resume_memory_occupation": _resume,
+        f"sglang.srt.layers.flashinfer_comm_fusion.{_FUSED}": _norm,
+        f"{module}.{owner}.release_memory_occupation": _with_memory("suspend"),
+        f"{module}.{owner}.resume_memory_occupation": _with_memory("resume"),
     }
-    if is_cpu:
-        found[f"{_STATE}.GroupCoordinator.all_reduce"] = _all_reduce_of_cpus
-    return found
+    if device == "cpu":  # SGLang asks no custom all-reduce there
+        hooks[f"{_STATE}.GroupCoordinator.all_reduce"] = _all_reduce_of_cpus
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def _is_deterministic() -> bool:
@@ -117,19 +106,19 @@ def _enable(original: Callable[..., None], enable: bool) -> None:
 
 def _dispatch(original: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
     """Return what makes the object for a group's ``ca_comm``: Sidelane's, or SGLang's own if there can be none."""
+    from sglang.srt.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
 
     def make(group: Any, device: Any) -> Any:
-        is_deterministic = _is_deterministic()
-        served = ServerGroup(group, device, batch_invariant=is_deterministic)
-        if served.comm is None:
-            announce((), (("everything", served.reason),))
+        is_deterministic, served = _is_deterministic(), None
+        if not is_symmetric_memory_enabled():
+            served = ServerGroup(group, device, batch_invariant=is_deterministic)
+        if served is None or served.reason:
+            announce((), (("everything", served.reason if served else "--enable-symm-mem"),))
             return served if is_deterministic else original(*args, **options)(group=group, device=device)
         replaced, kept = [*_CALLS, _FUSED], {}
         if not served.fuses():
             exact = "deterministic mode: the operator does not round the sum, which SGLang does"
             kept[replaced.pop()] = exact if is_deterministic else "no kernels for these ranks"
-        if _is_symmetric():
-            replaced, kept[", ".join(_CALLS)] = replaced[3:], "--enable-symm-mem"
         announce(tuple(replaced), tuple(kept.items()))
         made.append(served)
         return served
@@ -151,21 +140,14 @@ def _of(group: Any) -> ServerGroup | None:
     return found if isinstance(found, ServerGroup) and found.comm is not None else None
 
 
-def _is_symmetric() -> bool:
-    """Return whether the server was asked to use NCCL's symmetric memory, which SGLang then takes before all else."""
-    from sglang.srt.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
-
-    return bool(is_symmetric_memory_enabled())
-
-
 def _moves(call: Callable[..., Any], dtypes: Sequence[torch.dtype] | None) -> Callable[..., Any]:
     """Return the hook of a reduce-scatter or an all-gather: ``call`` of Sidelane for these dtypes (None: any)."""
 
     def hook(original: Callable[..., Any], group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
         served = _of(group)
-        if served is not None and served.takes(input, output, dtypes=dtypes) and not _is_symmetric():
-            return call(served, input, output)
-        return original(group, output, input)
+        takes = served is not None and served.takes(input, output, dtypes=dtypes)
+        found = call(served, input, output) if takes else None
+        return original(group, output, input) if found is None else found
 
     return hook
 
@@ -204,62 +186,36 @@ def _fuses(original: Callable[[int], bool], batch_size: int) -> bool:
     return original(batch_size) or all(size == 1 or (each is not None and each.fuses()) for size, each in served)
 
 
-@functools.cache
-def _operator() -> tuple[Any, torch.library.Library]:
-    """Define the all-reduce with residual and norm for compilers, and return it with its library, which must stay."""
-    library = torch.library.Library("sidelane_sglang", "FRAGMENT")
-    library.define(
-        "all_reduce_rms_norm(Tensor(a!) x, Tensor residual, Tensor weight, float eps, bool is_attention)"
-        " -> (Tensor, Tensor)"
-    )
-    library.impl("all_reduce_rms_norm", _normalise, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "sidelane_sglang::all_reduce_rms_norm",
-        lambda x, residual, *_: (torch.empty_like(x), torch.empty_like(residual)),
-        lib=library,
-    )
-    return torch.ops.sidelane_sglang.all_reduce_rms_norm, library
+def _norm(original: Callable[..., Any], **given: Any) -> Any:
+    from sglang.srt.layers.communicator import apply_flashinfer_allreduce_fusion as fuses
+
+    x, weight, is_attention = given["input_tensor"], given["weight"], given.get("use_attn_tp_group", True)
+    served = _of(_groups()[not is_attention])
+    if served is None or not (served.normalises(x, weight) or (served.fuses() and not fuses.__wrapped__(len(x)))):
+        return original(**given)  # FlashInfer's
+    group = "attention" if is_attention else "experts"
+    return norm_operator("sglang", _group_norms)(x, given["residual"], weight, given.get("eps", 1e-6), group, None)[:2]
 
 
-def _norm() -> Callable[..., Any]:
-    """Return the hook of the all-reduce with residual and norm."""
-    operator, _ = _operator()
+def _group_norms(name: str) -> tuple[ServerGroup | None, Callable[..., Norms]]:
+    """Return Sidelane's object of the group behind attention or behind experts, and SGLang's own sum and a norm."""
+    group = _groups()[name == "experts"]
 
-    def hook(original: Callable[..., Any], **given: Any) -> Any:
-        from sglang.srt.layers.communicator import apply_flashinfer_allreduce_fusion as fuses
+    def theirs(x: Any, residual: Any, weight: torch.Tensor, eps: float, scale: None) -> Norms:
+        total = group.all_reduce(x.clone()) + residual
+        return functional.rms_norm(total, weight.shape, weight, eps), total, x.new_empty(0)
 
-        x, weight, is_attention = given["input_tensor"], given["weight"], given.get("use_attn_tp_group", True)
-        served = _of(_groups()[not is_attention])
-        if served is None or not (served.normalises(x, weight) or (served.fuses() and not fuses.__wrapped__(len(x)))):
-            return original(**given)  # FlashInfer's
-        return operator(x, given["residual"], weight, given.get("eps", 1e-6), is_attention)
+    return _of(group), theirs
+
+
+def _with_memory(name: str) -> Callable[..., Any]:
+    """Return the hook that also releases or takes Sidelane's memory; the scheduler is idle on all ranks."""
+
+    def hook(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        answer = original(*args, **options)
+        for served in made:
+            if why := getattr(served, name)():
+                LOG.warning("Sidelane: %s of a group: %s", name, why)
+        return answer
 
     return hook
-
-
-def _normalise(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, is_attention: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``rms_norm(total) * weight`` and ``total``, the sum of everyone's ``x`` plus ``residual``."""
-    group = _groups()[not is_attention]
-    found: tuple[torch.Tensor, torch.Tensor] | None = group.ca_comm.all_reduce_rms_norm(x, residual, weight, eps)
-    if found is not None:
-        return found
-    total = group.all_reduce(x) + residual
-    return functional.rms_norm(total, weight.shape, weight, eps), total
-
-
-def _release(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Release the memory of communicators, too; the scheduler is idle on all ranks."""
-    answer = original(*args, **options)
-    for served in made:
-        if served.comm is not None and (why := served.suspend()):
-            LOG.warning("Sidelane: a group was not suspended: %s", why)
-    return answer
-
-
-def _resume(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    for served in made:
-        if why := served.resume():
-            LOG.warning("Sidelane: a group was not resumed: %s", why)
-    return original(*args, **options)

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from sidelane import config as settings
 from sidelane.choice.store import InForce, builtin_digest, choice_of_rank
 from sidelane.collectives.backend import Backend
-from sidelane.config import BUILTIN, CHOSEN, DEFAULT_TIMEOUT_S, Config
+from sidelane.config import CHOSEN, DEFAULT_TIMEOUT_S, Config
 from sidelane.errors import Page, see
 from sidelane.machine.peers import SHARED, PeerMemory
 from sidelane.memory.control import ControlBlock
@@ -121,7 +121,7 @@ def agree_on_profile(exchange: Exchange, device_type: str, setting: str | None, 
         exchange: connection of the ranks.
         device_type: device type of the ranks' tensors.
         setting: ``Config.profile``; that of rank 0 counts.
-        peers: memory between the ranks' devices. If it is host memory, only a file that the setting names is for them.
+        peers: memory between the ranks' devices. If it is host memory, no table of this package is for them.
 
     Raises:
         ValueError: on every rank, if the setting of rank 0 names a file that is missing or is not a profile, or if the
@@ -132,10 +132,8 @@ def agree_on_profile(exchange: Exchange, device_type: str, setting: str | None, 
     def own() -> tuple[str, str, str]:
         if exchange.rank:
             return "", "", builtin_digest()
-        if peers.through_host and setting in (None, BUILTIN):
-            return InForce.through_host(peers).to_text(), "", builtin_digest()
         try:
-            return choice_of_rank(setting, device_type, exchange.world_size), "", builtin_digest()
+            return choice_of_rank(setting, device_type, exchange.world_size, peers), "", builtin_digest()
         except ValueError as error:
             return "", str(error), builtin_digest()
 

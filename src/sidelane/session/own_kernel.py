@@ -17,11 +17,11 @@ from sidelane.collectives.calls import Calls
 from sidelane.collectives.work import Work
 from sidelane.device.layout import (
     CONTEXT_WORDS,
+    COUNTERS,
     FLAG_COUNT,
     GENERATION,
     MAX_RANKS,
     RANK,
-    REGION_FLAGS_OFFSET,
     REGIONS,
     STATUS,
     WORLD_SIZE,
@@ -31,7 +31,7 @@ from sidelane.errors import PeerError, UnavailableError
 from sidelane.execute.base import CallerStream
 from sidelane.fields import several, whole
 from sidelane.memory.heap import SymmetricBlock
-from sidelane.memory.storage import persistent
+from sidelane.memory.storage import bytes_at, persistent
 from sidelane.modes import untraced
 from sidelane.program.kernel import KernelCall
 from sidelane.session.entry import entry, repeated_entry
@@ -108,14 +108,14 @@ class OwnKernel:
         context: its first argument, an int64 tensor on the device.
     """
 
-    def __init__(self, path: CallPath, kernel: Any, flags: int) -> None:
+    def __init__(self, path: CallPath, kernel: Any, flags: int, shared_bytes: int = 0) -> None:
         self.kernel: Any = kernel
         self.name: str = kernel_name(kernel)
         self.flags: int = flags
         calls, device = path.calls, path.arguments.device
         self._path, self._calls, self._preparer = path, calls, path.preparer
         rank, backend = calls.control.rank, calls.backend
-        block = backend.memory.allocate(region_bytes(flags))
+        block = backend.memory.allocate(region_bytes(flags) + shared_bytes)
         self._block: SymmetricBlock | None = block
         words = torch.zeros(CONTEXT_WORDS, dtype=torch.int64, device="cpu")
         words[RANK], words[WORLD_SIZE] = rank, len(block.addresses)
@@ -258,18 +258,26 @@ class OwnKernel:
         choice = Choice(Candidate(SM, self.name), "a kernel of the caller's own", ())
         return PreparedCall(runnable, signature, captured, choice)
 
+    def shared(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the bytes behind the flags as a tensor on the device, and their addresses on all ranks, int64."""
+        assert self._block is not None
+        device, start = self.context.device, region_bytes(self.flags)
+        addresses = torch.tensor([base + start for base in self._block.addresses], device="cpu")
+        own, nbytes = int(addresses[self._calls.control.rank]), self._block.tensor.nbytes - start
+        return bytes_at(own, nbytes, device), persistent(device, lambda: addresses.to(device))
+
     @property
     def counters(self) -> torch.Tensor:
         """Counters for ``begin_of`` and ``end_relaxed`` (``sidelane.device.context``): int32, on the device."""
         if self._block is None:
             raise RuntimeError(f"counters of {self}, which was closed")
-        return self._block.tensor[:REGION_FLAGS_OFFSET].view(torch.int32)
+        return self.context[COUNTERS:].view(torch.int32)
 
     def generation(self) -> int:
         """Return the number of launches that have ended on this rank, replays included. Waits for the caller's work."""
         if self._block is None:
             raise RuntimeError(f"generation of {self}, which was closed")
-        return int(self._block.tensor[:8].view(torch.int32)[GENERATION]) & 0xFFFFFFFF
+        return int(self.counters[GENERATION]) & 0xFFFFFFFF
 
     def _see_that_it_ends(self) -> None:
         """Refuse a kernel whose first launch has finished without ``end``. The host does not wait here.
@@ -309,8 +317,10 @@ class OwnKernel:
         self.close()
 
 
-def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
+def load_kernel(path: CallPath, kernel: Any, flags: int, shared_bytes: int = 0) -> OwnKernel:
     """Give a kernel its own flags. Collective. See ``Communicator.load_kernel``.
+
+    With ``shared_bytes`` it has so many bytes more on each rank, zeroed, which peers reach (``OwnKernel.shared``).
 
     Communicators have up to 16 ranks, but kernels only 8: a kernel handles all ranks at once in ``MAX_RANKS`` lanes, a
     constant of the compiled kernel (``device/context``). Flags, context and status have as many words each.
@@ -327,11 +337,12 @@ def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
             raise ValueError(f"load_kernel: flags (value={flags}, allowed=0..{MOST_FLAGS})")
         if not callable(getattr(kernel, "__getitem__", None)) or not hasattr(kernel, "run"):
             raise TypeError(f"load_kernel: kernel (value={type(kernel).__name__}, allowed=a kernel of triton.jit)")
-        return None, f"load_kernel {kernel_name(kernel)}, {flags} flags"
+        shared = f", {shared_bytes} bytes" if shared_bytes else ""
+        return None, f"load_kernel {kernel_name(kernel)}, {flags} flags{shared}"
 
     path.agree("load_kernel", check)
     with path.calls.making_ready():
-        made = OwnKernel(path, kernel, flags)
+        made = OwnKernel(path, kernel, flags, shared_bytes)
     path.preparer.own_programs.add(made)
     return made
 

@@ -32,6 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidelane import config as settings
+from sidelane.config import HOST
 from sidelane.errors import UnavailableError
 from sidelane.machine.nvidia import nccl_version
 from sidelane.program.collective import Kind
@@ -78,6 +80,8 @@ class Nccl(Implementation):
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         if in_place not in self.places.get(kind, ()):
             return ()
+        if settings.current().peers == HOST:  # windows use NVLink in spite of NCCL_P2P_DISABLE
+            return ("",)
         return ("", WINDOW, *(f"{WINDOW}_{policy}" for policy in policies_of(kind, nccl_version())))
 
     def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:

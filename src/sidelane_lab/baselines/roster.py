@@ -23,7 +23,7 @@ from sidelane.choice.candidate import (
 )
 from sidelane.choice.key import CPU
 from sidelane.collectives.plan import AUTO
-from sidelane.config import COMPUTE, NOTHING
+from sidelane.config import COMPUTE, HOST, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
@@ -51,6 +51,11 @@ ONE_TENSOR = {
     "symm_mem": "PyTorch's operators on symmetric memory take one tensor a call",
 }
 """Implementations that take no part in a study of lists, with the reason."""
+
+BY_PEERS = ("nccl_ce", "symm_mem")
+"""Implementations that use peers' memory, whatever settings of Sidelane and NCCL say."""
+NOT_THROUGH_HOST = "it uses peers' memory over NVLink in spite of SIDELANE_PEERS=host and NCCL_P2P_DISABLE"
+"""Reason why they are not compared with collectives through host memory."""
 
 
 def implementations(device_type: str, *, with_auto: bool = False, with_others: bool = False) -> tuple[str, ...]:
@@ -416,6 +421,8 @@ def make_roster(
             continue
         if listed and name in ONE_TENSOR:
             roster.unavailable[name] = ONE_TENSOR[name]
+        elif name in BY_PEERS and settings.current().peers == HOST:
+            roster.unavailable[name] = NOT_THROUGH_HOST
         else:
             roster.add(name, makers[name])
     return roster

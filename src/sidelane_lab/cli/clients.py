@@ -10,7 +10,10 @@ import click
 from sidelane_lab.harness.help import HOW
 from sidelane_lab.harness.options import StudyOptions, count, names, option, require_file_to_resume, study_command
 
-PROGRAMS = ("ddp", "fsdp", "tensor")
+PROGRAMS = (
+    *("ddp", "fsdp", "tensor", "torchtitan"),
+    *("megatron", "megatron-tensor", "megatron-sequence", "megatron-experts"),
+)
 SECONDS: Any = {"group": HOW, "type": click.FloatRange(min=0, min_open=True), "metavar": "SECONDS"}
 
 
@@ -18,21 +21,23 @@ SECONDS: Any = {"group": HOW, "type": click.FloatRange(min=0, min_open=True), "m
 class ClientOptions(StudyOptions):
     """Measure programs that nobody here wrote, by who makes their collectives.
 
-    Needs transformers. Its Llama at the sizes of five public models, with random weights, is trained under
+    The Llama of transformers at the sizes of five public models, with random weights, is trained under
     DistributedDataParallel and FSDP2, and decodes under DTensor's tensor parallelism: on NCCL's group (Gloo's), on
-    Sidelane's, with sidelane.fsdp.enable, and without communication. Losses are compared with
-    those of NCCL.
+    Sidelane's, with sidelane.fsdp.enable, and without communication. torchtitan 0.2 trains a Llama, and megatron-core
+    GPTs of the same sizes: with its distributed optimizer, tensor parallel, and with experts. Losses are compared with
+    those of NCCL. Rows of a program whose package is not installed say so.
     """
 
     study = "clients"
     examples = (
         ("sidelane clients --json clients.json --resume", "all of it, in several goes if need be"),
         ("sidelane clients --programs fsdp --models llama-3.2-3b --batch 2", "one program, with more tokens"),
+        ("sidelane clients --programs megatron --models llama-3.2-1b", "Megatron-core's distributed optimizer"),
         ("sidelane clients --device cpu --ranks 2", "the same between CPU processes, with a tiny model"),
     )
 
     programs: tuple[str, ...] = names(
-        "--programs", PROGRAMS, "Measure only these.", allowed=PROGRAMS, some=True, shown="all three"
+        "--programs", PROGRAMS, "Measure only these.", allowed=PROGRAMS, some=True, shown="all"
     )
     models: tuple[str, ...] = names(
         "--models",

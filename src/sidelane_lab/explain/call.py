@@ -11,16 +11,16 @@ import torch
 
 from sidelane import config as settings
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, illegal_reason
-from sidelane.choice.candidate import DMA, EVERYTHING, everything
+from sidelane.choice.candidate import EVERYTHING, SM, everything
 from sidelane.choice.key import CPU, MachineKey, key_here
 from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read_profile
 from sidelane.cli.output import write_json
 from sidelane.collectives.agreement import Agreement, CallPart
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
 from sidelane.collectives.plan import AUTO, make_program
-from sidelane.config import HOST, NOTHING
+from sidelane.config import NOTHING
 from sidelane.machine import local
-from sidelane.machine.peers import SHARED, PeerMemory, between
+from sidelane.machine.peers import SHARED, PeerMemory, decide, forced
 from sidelane.program import collective as define
 from sidelane.program.collective import MAX_NODE_RANKS, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
@@ -46,6 +46,7 @@ from sidelane_lab.harness.terminal import say, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine, RunStatus
 from sidelane_lab.model.collectives import library_us
+from sidelane_lab.model.kernels import host_kernel_us
 from sidelane_lab.sdma import PacketQueue, fit
 from sidelane_lab.sim import simulate
 
@@ -79,7 +80,7 @@ class Explanation:
         summary: the same in numbers.
         notes: what is not as it was asked.
         status: whether Sidelane has run on such a machine, where the machine is a description; else empty.
-        simulated: predicted microseconds of copy engines there, by candidate, the fastest first.
+        simulated: predicted microseconds there, by candidate, the fastest first.
         library_us: predicted microseconds of the vendor's library there; None where there is no prediction.
         packets: packets of rank 0, if they were asked for.
     """
@@ -127,7 +128,7 @@ def main(options: ExplainOptions) -> None:
         if options.packets and (machine.nodes > 1 or not takes_packets(machine)):
             raise ValueError(f"explain: --packets of {machine.name} (allowed=one node of {' or '.join(GFX942)})")
         if machine.nodes > 1:
-            explain_on(machine, options.kind, options.nbytes, options.dtype, options.json)
+            explain_on(machine, options)
             return
     found = explain(options)
     if options.json is not None:
@@ -156,7 +157,8 @@ def explain(options: ExplainOptions) -> Explanation:
     assert by is not None
     choice = choose(by.profile, call, abilities)
     reasons = [(found, illegal_reason(call, found, abilities)) for found in everything(options.kind)]
-    program = make_program(agreement, choice.candidate, frozenset[type[Move]]({Copy} if has_driver else MOVES))
+    moves = frozenset[type[Move]]({Copy} if has_driver else MOVES)
+    program = make_program(agreement, choice.candidate, moves, through_host=abilities.through_host)
     submitted, summary, packets = _submitted(program, agreement.frozen, has_driver=has_driver, packed=options.packets)
     return Explanation(
         agreement,
@@ -200,12 +202,16 @@ def show(found: Explanation, console: rich.console.Console, *, commands: bool = 
         *([] if call.symmetric else ["ordinary memory"]),
         *([f"beside {call.computation or call.beside}"] if call.beside != NOTHING else []),
     ]
-    library = f"; the vendor's library {found.library_us:.4g} us" if found.library_us is not None else ""
-    status = f" ({found.status})" if found.status else ""
     taken = found.choice.candidate
+    expected = dict(found.choice.table).get(taken)
+    library = ""
+    if expected is None and (expected := dict(found.simulated).get(taken)) is not None:
+        library = f"; predicted: {expected:.4g} us"
+    library += f"; the vendor's library {found.library_us:.4g} us" if found.library_us is not None else ""
+    status = f" ({found.status})" if found.status else ""
     mover = "a kernel" if taken.launches_kernels else "copy engines"
     say(console, f"auto takes {mover} ({taken}): {found.choice.reason}{library}{status}", style="bold")
-    if times := times_as_fast(dict(found.choice.table).get(taken), found.library_us):
+    if times := times_as_fast(expected, found.library_us):
         say(console, f"Keep the vendor's library for this call: {times} times as fast, as predicted.", style="bold")
     say(console, ", ".join(words))
     say(console, f"on {found.where}")
@@ -253,8 +259,7 @@ def choice_table(found: Explanation) -> Table:
 def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abilities]:
     """Find what to choose by (None: the simulator's times), on what in words, type of the devices, ranks, abilities."""
     name = options.machine
-    forced = settings.current().peers
-    peers = PeerMemory(forced == HOST, f"Config.peers is {forced!r}")
+    peers = forced(settings.current().peers)
     if options.profile is not None or name in builtin_names():
         profile = builtin(name) if name is not None else read_profile(Path(str(options.profile)))
         if profile is None:
@@ -278,8 +283,8 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
         key = MachineKey("cuda", machine.title.partition(" x ")[2], machine.gpus, links)
         # What a communicator would choose by there, until somebody has measured.
         if machine.through_host:
-            abilities = dataclasses.replace(EVERYTHING, implementations=(DMA,), through_host=True)
-            return None, f"{devices}, through host memory", "", ranks, abilities
+            peers = decide([(str(gpu), {str(peer): False for peer in range(2)}) for gpu in range(2)])
+            return _placed(InForce.through_host(peers), devices, key, ranks, peers)
         tables = None if machine.runs is RunStatus.UNSUPPORTED else builtin_for(key, ranks)
         return (None, devices, "", ranks, Abilities()) if tables is None else _placed(tables, devices, key, ranks)
     place = choose_target()
@@ -288,8 +293,7 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
     devices = f"{_devices(key, ranks)} of this machine"
     if place.on_cpu:
         devices += ", which has fewer than two GPUs (--machine h200x4 explains some)"
-    found = None if place.on_cpu else local.inspect().accelerators
-    peers = SHARED if found is None else between(found, forced)
+    peers = local.peers_here(place.device_type)
     return _placed(in_force(settings.current().profile, key, peers), devices, key, ranks, peers)
 
 
@@ -364,15 +368,20 @@ def _collective(options: ExplainOptions, world_size: int) -> Collective:
 def _simulated(machine: Machine, agreement: Agreement) -> InForce:
     """Predict a profile of one size: for machines of the catalogue that nobody has measured."""
     call = agreement.call
-    curves = []
+    times = {}
     for candidate in candidates(call, Abilities(through_host=machine.through_host)):
-        program = make_program(agreement, candidate, frozenset[type[Move]](MOVES))
+        program = make_program(agreement, candidate, frozenset[type[Move]](MOVES), through_host=machine.through_host)
         assert isinstance(program, Program)
-        program = fit(program) if takes_packets(machine) else program
-        times = ((call.nbytes, simulate(program, machine).time_us),)
-        curves.append(Curve(call.kind, call.world_size, call.dtype, call.in_place, call.captured, candidate, times))
+        times[candidate] = simulate(fit(program) if takes_packets(machine) else program, machine).time_us
+    if machine.through_host:
+        times[Candidate(SM, "one_shot")] = host_kernel_us(machine, call.kind, call.nbytes, call.world_size)
+    curves = (
+        Curve(call.kind, call.world_size, call.dtype, call.in_place, call.captured, candidate, ((call.nbytes, us),))
+        for candidate, us in times.items()
+    )
     profile = Profile(machine.name, MachineKey("", machine.title, machine.gpus), "", "", tuple(curves))
-    return InForce(profile, f"{SIMULATOR}: predicted, nothing was measured there, and copy engines only")
+    only = "" if machine.through_host else ", and copy engines only"
+    return InForce(profile, f"{SIMULATOR}: predicted, nothing was measured there{only}")
 
 
 def _times(predicted: InForce, nbytes: int) -> tuple[tuple[Candidate, float], ...]:

@@ -381,6 +381,13 @@ class HostFigures:
     root_gpus: Count  # GPUs of one root complex, or of one socket.
     root_gbps: MemorySpeed  # bytes of a root complex in one direction.
     memory_gbps: MemorySpeed  # bytes that all GPUs write and read in host memory.
+    # Of a kernel in a graph whose words have flags, without its bytes; and bytes of words with flags, which are twice
+    # those of the data.
+    flagged_us: Latency
+    flagged_gbps: Speed
+    # The same of a kernel for more bytes, each way at once.
+    kernel_us: Latency
+    kernel_gbps: Speed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

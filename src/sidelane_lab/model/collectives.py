@@ -106,7 +106,9 @@ def dma_run(
 
 
 @functools.lru_cache(maxsize=512)
-def executed_program(kind: Kind, nbytes: int, ranks: int, variant: str, in_place: bool) -> Program:
+def executed_program(
+    kind: Kind, nbytes: int, ranks: int, variant: str, in_place: bool, through_host: bool = False
+) -> Program:
     """Return the program that runs on the GPUs: copies only, and flags that a graph can replay.
 
     Args:
@@ -115,17 +117,18 @@ def executed_program(kind: Kind, nbytes: int, ranks: int, variant: str, in_place
         ranks: of the node.
         variant: of the collective's builders.
         in_place: input and output are one buffer.
+        through_host: GPUs reach each other through host memory, in which staging is.
 
     Raises:
         ValueError: another kind, or no such variant of it.
     """
-    return program_of(dataclasses.replace(collective_of(kind, nbytes, ranks), in_place=in_place), variant)
+    return program_of(dataclasses.replace(collective_of(kind, nbytes, ranks), in_place=in_place), variant, through_host)
 
 
-def program_of(collective: Collective, variant: str) -> Program:
+def program_of(collective: Collective, variant: str, through_host: bool = False) -> Program:
     """Return the same of any collective. Raises ValueError: no such variant of it."""
     staged = collective.in_place and collective.kind is Kind.ALL_TO_ALL and variant != "swap"
-    program = build(collective, variant, Transport.STAGED if staged else Transport.PUSH)
+    program = build(collective, variant, Transport.STAGED if staged or through_host else Transport.PUSH)
     return freeze(lower(program, {Copy}))
 
 
@@ -160,11 +163,11 @@ def executed_run(
 
 
 def _executed(machine: Machine, kind: Kind, nbytes: int, variant: str, in_place: bool, record: bool) -> SimulatedRun:
-    program = executed_program(kind, nbytes, machine.gpus, variant, in_place)
+    program = executed_program(kind, nbytes, machine.gpus, variant, in_place, machine.through_host)
     return simulate(program, machine, edges=dependencies(program), record=record)
 
 
-_executed_once = remembered("gpu", "links", "dma", maxsize=4096)(_executed)
+_executed_once = remembered("gpu", "links", "dma", "host", maxsize=4096)(_executed)
 
 
 def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = None) -> float:

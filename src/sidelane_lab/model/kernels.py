@@ -6,7 +6,15 @@ import dataclasses
 
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import Engine, EngineKind
-from sidelane.program.kernel import BLOCKS, LARGE_PART_BYTES, MOST_BLOCK_FLAG_BYTES, MOST_BLOCKS, most_ll_bytes
+from sidelane.program.kernel import (
+    BLOCKS,
+    HOST_BLOCKS,
+    HOST_LL_BYTES,
+    LARGE_PART_BYTES,
+    MOST_BLOCK_FLAG_BYTES,
+    MOST_BLOCKS,
+    most_ll_bytes,
+)
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import HostThreads, Machine, Topology
 from sidelane_lab.model.collectives import (
@@ -82,6 +90,11 @@ def own_gang(
         text = "a description with a section [kernels]"
         raise ValueError(f"own_gang: kernels of {machine.name} (value=none, allowed={text})")
     blocks = MOST_BLOCKS if nbytes / machine.gpus >= LARGE_PART_BYTES else BLOCKS
+    if machine.through_host:
+        alone = host_kernel_us(machine, kind, nbytes) + (0.0 if captured else float(own.eager_us))
+        count = min(HOST_BLOCKS, int(machine.gpu.units)) if units is None else min(units, HOST_BLOCKS)
+        memory = wire_gbps(machine, kind, nbytes, alone) * DMA_TRAFFIC
+        return Gang("collective", alone, memory, count, count, reserved=reserved, priority=priority)
     count = min(blocks, int(machine.gpu.units)) if units is None else min(units, blocks)
     need = float(own.all_reduce_need if kind is Kind.ALL_REDUCE else own.need)
     speeds = {Kind.ALL_REDUCE: own.all_reduce_gbps, Kind.REDUCE_SCATTER: own.reduce_scatter_gbps}
@@ -98,6 +111,31 @@ def own_gang(
     alone = float(own.latency_us + exchanged_us + (0.0 if captured else own.eager_us))
     memory = wire_gbps(machine, kind, nbytes, alone) * own.traffic
     return Gang("collective", alone, memory, count, need, reserved=reserved, priority=priority)
+
+
+def host_kernel_us(machine: Machine, kind: Kind, nbytes: int, ranks: int | None = None) -> float:
+    """Return the time of Sidelane's kernel through host memory, in a graph (``kernels/ll.py``, ``through_host.py``).
+
+    Every rank stores its part once, or one for each peer, and loads those of all peers in one shot. What ranks share is
+    their host's memory and links of root complexes.
+
+    Args:
+        machine: with a section ``[host]``.
+        kind: of collective.
+        nbytes: as studies count it.
+        ranks: number of ranks; None: one for each GPU.
+    """
+    host, ranks = machine.host, machine.gpus if ranks is None else ranks
+    assert host is not None, "through host memory"
+    part = nbytes if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else nbytes / ranks
+    peers = max(1, ranks - 1)
+    read = part if kind is Kind.BROADCAST else peers * part
+    stored = read if kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER) else part
+    root = min(ranks, int(host.root_gpus)) * read / host.root_gbps
+    shared = max(root, ranks * (stored + read) / host.memory_gbps)
+    if kind is not Kind.BROADCAST and part <= HOST_LL_BYTES // peers:
+        return float(host.flagged_us + FLAGGED * max(read / host.flagged_gbps, shared) / 1e3)
+    return float(host.kernel_us + max(read / host.kernel_gbps, shared) / 1e3)
 
 
 def dma_gangs(
@@ -143,7 +181,7 @@ def dma_us(machine: Machine, kind: Kind, nbytes: int, variant: str | None = None
     return dma_collective(machine, kind, nbytes, variant).time_us
 
 
-@remembered("gpu", "links", "dma")
+@remembered("gpu", "links", "dma", "host")
 def dma_collective(
     machine: Machine, kind: Kind, nbytes: int, variant: str | None = None, *, record: bool = False
 ) -> SimulatedRun:
@@ -153,7 +191,8 @@ def dma_collective(
     else, and for collectives that reduce, it is Sidelane's own program, with its flags.
     """
     reached = machine.with_value("dma.engine_gbps", machine.dma.engine_gbps * machine.dma.runtime_share)
-    variants = ("pcpy", "b2b") if variant is None else (variant,)
+    usual = ("b2b", "chunked") if machine.through_host else ("pcpy", "b2b")
+    variants = usual if variant is None else (variant,)
     if machine.dma.host is HostThreads.NODE and kind in PUBLISHED_VARIANTS:
         return min((dma_run(reached, kind, nbytes, name, record=record) for name in variants), key=lambda r: r.time_us)
     return min((executed_run(reached, kind, nbytes, name, record=record) for name in variants), key=lambda r: r.time_us)

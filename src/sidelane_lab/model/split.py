@@ -43,6 +43,8 @@ Table = tuple[tuple[int, ...], ...]
 """Rows from rank i to rank j in row i, column j."""
 OWN = ("b2b", "pcpy", "striped")
 """Variants of which a chain takes the fastest."""
+THROUGH_HOST = ("chunked",)
+"""Further ones where host memory is between GPUs."""
 
 BY_KERNEL = dataclasses.replace(strategies.named("c3_base"), name="sm_base", mover=strategies.Mover.SM)
 BY_ENGINES = strategies.named("conccl")
@@ -107,7 +109,7 @@ def chain_us(machine: Machine, operator: OperatorModel) -> float | None:
     computing = operator.compute_us(machine)
     if isinstance(operator, TiledGemm | DispatchGemm) and operator.counts:
         collective = all_to_all([[rows * operator.row_bytes for rows in row] for row in operator.counts])
-        programs = [program_of(collective, variant) for variant in OWN]
+        programs = [program_of(collective, variant, machine.through_host) for variant in OWN]
         return computing + min(simulate(one, machine, edges=dependencies(one)).time_us for one in programs)
     return computing + ours_us(machine, operator.kind, operator.collective_bytes(machine.gpus))
 
@@ -126,7 +128,7 @@ def ours_us(machine: Machine, kind: Kind, nbytes: float) -> float:
 @functools.lru_cache(maxsize=256)
 def _engines_us(machine: Machine, kind: Kind, nbytes: int) -> float:
     """Return the time of a collective on copy engines, by its fastest program; one that reduces adds on units."""
-    known = [variant for variant in OWN if variant in variants(kind)]
+    known = [one for one in (*OWN, *THROUGH_HOST * machine.through_host) if one in variants(kind)]
     assert known, kind
     place = kind in IN_PLACE or kind in REDUCING
     return min(executed_run(machine, kind, nbytes, variant, place).time_us for variant in known)

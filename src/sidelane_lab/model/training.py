@@ -26,12 +26,15 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
+from sidelane.choice.choose import HOST_BESIDE_BYTES
 from sidelane.program.collective import Kind
+from sidelane.program.kernel import NARROW_BLOCKS
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import default_units
 from sidelane_lab.model.device import Gang, Tiled, run_device
 from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs, named_gangs, rails_gang
+from sidelane_lab.model.kernels import own_gang
 from sidelane_lab.model.layer import ELEMENT, WEIGHT_BYTES, Pass, Step, layer_kernels
 
 SUSTAINED = 0.11
@@ -143,6 +146,8 @@ def step_times(
         kind: engine_gangs(machine, kind, nbytes) if on else library_gangs(machine, kind, nbytes, priority=1)
         for kind, on in on_engines.items()
     }
+    if machine.through_host and way.scatters and nbytes < HOST_BESIDE_BYTES:  # sums in pieces would wait for units
+        gangs[Kind.REDUCE_SCATTER] = (own_gang(machine, Kind.REDUCE_SCATTER, nbytes, units=NARROW_BLOCKS, priority=1),)
     if replicated:
         summed = step.gathered * WEIGHT_BYTES[step.dtype]
         gangs = {Kind.ALL_REDUCE: library_gangs(machine, Kind.ALL_REDUCE, summed, priority=1)}

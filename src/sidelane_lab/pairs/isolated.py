@@ -247,7 +247,9 @@ class CurvePoint(GemmColumns, Protocol):
 
 def isolated_file(device_type: str, ranks: int) -> Path | None:
     """Return the user's file of this machine; None without a home."""
-    return user_file(key_here(device_type, ranks), "{}-c3.json")
+    from sidelane.machine import local  # imports torch, which the command line does without
+
+    return user_file(key_here(device_type, ranks).between(local.peers_here(device_type)), "{}-c3.json")
 
 
 def isolated_text(path: Path | None) -> str:

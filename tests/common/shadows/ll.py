@@ -31,6 +31,7 @@ def _ll(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) -> Pr
     reduces = tensors.reduction is not None
 
     once = program.protocol is Protocol.LL_ONCE
+    is_in_turn = sum(len(list(tensors.tiles(block))) for block in range(blocks)) > blocks
     flag_of = once_flag if once else cell_flag
 
     def data(rank: int, sender: int, tile: Tile) -> Span:
@@ -55,11 +56,10 @@ def _ll(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) -> Pr
         for peers in receivers(rank):
             yield from put(rank, peers, tile)
 
-    def barrier(rank: int, block: int) -> Iterator[Command]:
-        for tile in tensors.tiles(block):
-            for peer, *_ in receivers(rank):
-                for cell in tile.cut(CELL_BYTES):
-                    yield Wait(loaded_flag(rank, peer, n, cell.place // CELL_BYTES), EPOCH)
+    def barrier(rank: int, tile: Tile) -> Iterator[Command]:
+        for peer, *_ in receivers(rank):
+            for cell in tile.cut(CELL_BYTES):
+                yield Wait(loaded_flag(rank, peer, n, cell.place // CELL_BYTES), EPOCH)
 
     def receive(rank: int, tile: Tile) -> Iterator[Command]:
         senders = list(others(rank, n)) if root is None else [root]
@@ -78,11 +78,21 @@ def _ll(program: KernelProgram, blocks: int, tile_bytes: int, parity: int) -> Pr
     def commands(rank: int, block: int) -> Iterator[Command | Apart]:
         if root is not None:
             yield Apart(tuple(grid.meet(rank, block, 0)))
-        for tile in tensors.tiles(block) if root in (None, rank) else ():
+        tiles = list(tensors.tiles(block))
+        if once and is_in_turn:
+            for turn in range(len(tiles) + 1):
+                for tile in tiles[turn : turn + 1]:
+                    yield from send(rank, tile)
+                for tile in tiles[turn if turn > 1 else 0 : turn + 1] if turn else ():
+                    yield from barrier(rank, tile)
+                for tile in tiles[turn - 1 : turn] if turn else ():
+                    yield from receive(rank, tile)
+            return
+        for tile in tiles if root in (None, rank) else ():
             yield from send(rank, tile)
-        if root is None:
-            yield from barrier(rank, block)
-        for tile in tensors.tiles(block) if rank != root else ():
+        for tile in tiles if root is None else ():
+            yield from barrier(rank, tile)
+        for tile in tiles if rank != root else ():
             yield from receive(rank, tile)
 
     return made_of(program, grid, commands, staging_bytes=arena_end(n), flags=cell_flags(n))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +18,13 @@ from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read
 from sidelane_lab.harness.ways import Problem
-from sidelane_lab.studies.clients import programs, study
-from sidelane_lab.studies.clients.programs import MODELS, ClientCase, fitted
+from sidelane_lab.studies.clients import programs, study, trainers
+from sidelane_lab.studies.clients.cases import MODELS, ClientCase, fitted
 from sidelane_lab.studies.clients.study import ClientRow, ClientTimes
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "models": ("tiny",), "quiet": True, "timeout_s": 150.0}
 QUICK |= {"warmup": 2, "rounds": 2, "steps": 1}
+NOT_THERE = "the package megatron-core is required (value=not installed)"
 ROOM = 0.93 * 85e9 - 2e9
 """Bytes of a GPU with 80 GB, as the study counts them."""
 
@@ -35,9 +35,12 @@ def test_from_end_to_end_and_on_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "clients.json"
     first = running.run(ClientOptions(**QUICK, programs=("ddp", "tensor"), json=path, resume=True))
     assert isinstance(first, Results)
-    results = running.run(ClientOptions(**QUICK, json=path, resume=True))
+    some = ("ddp", "fsdp", "tensor", "megatron")
+    results = running.run(ClientOptions(**QUICK, programs=some, json=path, resume=True))
     assert isinstance(results, Results) and read(path).rows == results.rows
     rows = [row for row in results.rows if isinstance(row, ClientRow)]
+    assert {row.note for row in rows[-4:]} <= {"megatron-core trains on GPUs only", NOT_THERE}, rows[-4:]
+    rows = rows[:-4]
     assert [row.to_dict() for row in rows[: len(first.rows)]] == [row.to_dict() for row in first.rows]
     training = ["gloo", "group", "enable", "none"]
     ways = [("ddp", way) for way in training if way != "enable"] + [("tensor", way) for way in training[:2]]
@@ -53,7 +56,7 @@ def test_from_end_to_end_and_on_with_the_file(tmp_path: Path) -> None:
         assert (row.exposed_ms is None) == (row.program == "tensor")
         assert ("by sidelane" in row.made_by) == (row.way in ("group", "enable")), row
         assert "by gloo" not in row.made_by
-    assert len(tables_of(results)) == 3
+    assert len(tables_of(results)) == 4
 
 
 def in_passes(group: dist.ProcessGroup, options: ClientOptions) -> list[ClientRow]:
@@ -92,8 +95,14 @@ def test_what_does_not_fit_together_is_built_one_by_one_and_what_fails_leaves_th
 def test_what_cannot_run_is_refused_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"clients: models \(value=mistral-7b, allowed=tiny\)"):
         running.run(ClientOptions(**{**QUICK, "models": ("mistral-7b",)}))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="package transformers is required"):
+    monkeypatch.setattr(trainers, "installed_version", lambda name: "0.16.1")
+    with pytest.raises(ValueError, match="clients: megatron-core trains on GPUs only"):
+        running.run(ClientOptions(**QUICK, programs=("megatron",)))
+    monkeypatch.setattr(trainers, "installed_version", lambda name: "0.3.0" if name == "torchtitan" else None)
+    missing = (
+        r"transformers is required \(value=not installed\); torchtitan 0.2 is required \(value=0.3.0\); the package"
+    )
+    with pytest.raises(ValueError, match=missing):
         running.run(ClientOptions(**QUICK))
     with pytest.raises(ValueError, match="a file that json names"):
         ClientOptions(resume=True)
@@ -124,6 +133,9 @@ def test_a_tiny_model_has_as_many_parameters_as_is_said() -> None:
         ("fsdp", "llama-3.1-8b", 2048, "SGD", 32),
         ("fsdp", "llama-3.1-8b", 4096, "AdamW", 16),
         ("tensor", "llama-3.1-8b", 1, "", 32),
+        ("torchtitan", "llama-3.1-8b", 2048, "SGD", 32),
+        ("megatron", "llama-3.1-8b", 2048, "AdamW", 16),
+        ("megatron-experts", "llama-3.2-1b", 2048, "AdamW", 16),
     ],
 )
 def test_what_does_not_fit_takes_another_optimizer_or_fewer_layers(
@@ -141,7 +153,7 @@ def times(step_us: float, output: float) -> ClientTimes:
 
 
 def test_rows_say_what_is_wrong_and_where_nothing_can_be_won(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study.metadata, "version", lambda name: "5.24.0")
+    monkeypatch.setattr(study, "installed_version", lambda name: "5.24.0")
     this: Any = SimpleNamespace(_library="nccl", _nccl="2.28.9", on_cpu=False)
     case = dataclasses.replace(ClientCase("ddp", MODELS["llama-3.2-1b"], 1, 2048, "AdamW"), note="two passes")
     found = {"nccl": times(1000.0, 5.0), "group": times(1020.0, 5.01), "enable": times(900.0, 5.2)}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from sidelane.config import HOST, name_of
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.memory.exchange import Exchange
@@ -54,7 +55,9 @@ class DriverFeatures:
     def require_host_addresses(self) -> None:
         """Raise UnavailableError unless programs can run through host memory."""
         if not self.host_addresses:
-            raise UnavailableError("host memory has another address on this GPU: Config.peers (allowed=gpu)")
+            raise UnavailableError(
+                f"host memory has another address on this GPU: {name_of('peers', HOST)} (allowed=gpu)"
+            )
 
     def lines(self) -> list[str]:
         """Return a line for each feature, with its effect on Sidelane."""

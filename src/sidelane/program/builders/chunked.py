@@ -241,6 +241,12 @@ class _Chunked:
         for to in self.pieces[rank][number].receivers:
             yield self.flags.wait_exit(partner=rank, mover=to, phase=self.phases[rank, number, to])
 
+    def _has_exit(self, sender: int, number: int) -> bool:
+        """Return False for a part whose slot the call uses no more: its sum's result says that it was read."""
+        pieces = self.pieces[sender]
+        has_result = pieces[number].is_summed and bool(pieces[number].segments[0][1].results)
+        return number < len(pieces) - self.slots or not has_result
+
     def _out(self, rank: int) -> list[Command]:
         commands: list[Command] = []
         pieces, flags = self.pieces[rank], self.flags
@@ -258,7 +264,7 @@ class _Chunked:
                 commands.append(Signal(flags.local(rank, self.sums + number * self.in_pairs), EPOCH))
             commands += [self._entry(rank, to, phase, Signal) for to, phase in phases.items()]
         for number in range(max(0, len(pieces) - self.slots), len(pieces)):
-            commands += self._exits(rank, number)
+            commands += self._exits(rank, number) if self._has_exit(rank, number) else ()
         return commands
 
     def _to(self, rank: int) -> Iterator[tuple[int, _Piece]]:
@@ -303,7 +309,8 @@ class _Chunked:
             if any(segment.results for _, segment in mine):
                 commands.append(Signal(self.flags.local(rank, place), EPOCH))
             for sender, phase in phases.items():
-                commands.append(self.flags.signal_exit(partner=sender, mover=rank, phase=phase))
+                if self._has_exit(sender, parts[sender][0]):
+                    commands.append(self.flags.signal_exit(partner=sender, mover=rank, phase=phase))
         return commands
 
 

@@ -1,4 +1,4 @@
-"""Programs of the study: DDP, FSDP2 and DTensor's tensor parallelism of a public Llama, each on one way to communicate.
+"""Programs of the study, each on one way to communicate: those of torch on a public Llama, and trainers' own.
 
 A program is what a user would write. The ways differ in one line: the process group, or ``fsdp.enable``.
 """
@@ -6,10 +6,9 @@ A program is what a user would write. The ways differ in one line: the process g
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,122 +25,15 @@ from sidelane.integrations import ledger
 from sidelane.integrations.ledger import SIDELANE
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.harness.launch import Rank
-from sidelane_lab.model.transformer import Transformer, preset
+from sidelane_lab.studies.clients import trainers
+from sidelane_lab.studies.clients.cases import ADAMW, DDP, FSDP, MEGATRON, TENSOR, TITAN, ClientCase
+from sidelane_lab.studies.clients.trainers import BESIDE, POOL
 from sidelane_lab.studies.fsdp.ways import StillGather, StillScatter
 from sidelane_lab.studies.steps import EAGER, GRAPH, GROUP, NONE, calls_by_maker
-from sidelane_lab.studies.torch_groups import StudyGroups
+from sidelane_lab.studies.torch_groups import StudyGroups, library_of
 
-DDP, FSDP, TENSOR = "ddp", "fsdp", "tensor"
 ENABLE, COMPILED = "enable", "compiled"
-ADAMW, SGD = "AdamW", "SGD"
 CAPTURE_WARMUP = 3
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClientModel(Transformer):
-    """A public model, and how it is trained.
-
-    Attributes:
-        batch: sequences of a rank in training, so many that the GPU is the limit of a step and not the host.
-    """
-
-    batch: int = 1
-
-    def with_layers(self, layers: int) -> ClientModel:
-        """Return the model with fewer layers, which its name says."""
-        if layers == self.layers:
-            return self
-        return dataclasses.replace(self, layers=layers, name=f"{self.name} with {layers} of {self.layers} layers")
-
-    def make(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """Make Hugging Face's Llama of these sizes, with the same random weights on all ranks."""
-        from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds
-
-        sizes: dict[str, Any] = {
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.feed,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "tie_word_embeddings": self.tied,
-            "attn_implementation": "sdpa",
-            "use_cache": False,
-        }
-        config = LlamaConfig(**sizes)
-        torch.manual_seed(0)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with device:
-                made: nn.Module = LlamaForCausalLM(config)
-        finally:
-            torch.set_default_dtype(before)
-        return made
-
-
-TINY = "tiny"
-BATCHES = {"qwen2.5-0.5b": 8, "llama-3.2-1b": 4, "llama-3.2-3b": 2, "mistral-7b": 1, "llama-3.1-8b": 1}
-"""Sequences of a rank by model; Qwen's is without its biases."""
-MODELS = {name: ClientModel(**dataclasses.asdict(preset(name)), batch=batch) for name, batch in BATCHES.items()}
-MODELS[TINY] = ClientModel(TINY, 2, 64, 128, 4, 2, 256, tied=True)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClientCase:
-    """A program with a model.
-
-    Attributes:
-        batch: sequences of a rank.
-        length: tokens of each.
-        optimizer: ``AdamW``, ``SGD``, or empty where nothing is trained.
-        note: reason for fewer layers, or for SGD.
-    """
-
-    program: str
-    model: ClientModel
-    batch: int
-    length: int
-    optimizer: str = ""
-    note: str = ""
-
-    def __str__(self) -> str:
-        text = f"{self.program}, {self.model.name}, {self.batch}x{self.length} tokens a rank"
-        return f"{text}, {self.optimizer}" if self.optimizer else text
-
-    def state_bytes(self, ranks: int) -> float:
-        """Return the bytes that a model keeps from step to step: parameters, gradients, buckets, optimizer.
-
-        DDP trains in bfloat16, FSDP2 has shards of float32. For decoding the model is whole before it is divided.
-        """
-        adamw = self.optimizer == ADAMW
-        each = {DDP: 10 if adamw else 6, FSDP: (16 if adamw else 8) / ranks, TENSOR: 2}[self.program]
-        return self.model.total * each
-
-    def step_bytes(self) -> float:
-        """Return the bytes of a step: what a Llama saves for backward, logits in float32, FSDP2's gathered root."""
-        if self.program == TENSOR:
-            return 0.0
-        model, tokens = self.model, self.batch * self.length
-        saved = tokens * model.layers * (44 * model.hidden + 8 * model.feed)
-        gathered = 12 * model.vocabulary * model.hidden if self.program == FSDP else 0
-        return saved + 16 * tokens * model.vocabulary + gathered
-
-
-def fitted(case: ClientCase, ranks: int, room: float) -> ClientCase:
-    """Return the case as it fits: with AdamW, else with SGD, else with half of the layers, and so on."""
-    layers, note = case.model.layers, ""
-    while True:
-        for optimizer in ("",) if case.program == TENSOR else (ADAMW, SGD):
-            tried = dataclasses.replace(case, model=case.model.with_layers(layers), optimizer=optimizer, note=note)
-            needed = tried.state_bytes(ranks) + tried.step_bytes()
-            if needed <= room:
-                return tried
-            note = note or f"all layers with {optimizer} need {needed / 1e9:.0f} GB, and there are {room / 1e9:.0f}"
-        if layers == 1:
-            return tried
-        layers //= 2
-
 
 TENSOR_PLAN: Any = {
     **{f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
@@ -158,7 +50,7 @@ class BuiltClient:
 
     Args:
         case: program and model.
-        way: ``group``, ``enable``, ``none``, or the name of the library.
+        way: ``group``, ``enable``, ``pool``, ``beside``, ``none``, or the name of the library.
         rank: rank of this process.
         library: group of the library.
 
@@ -171,7 +63,7 @@ class BuiltClient:
     def __init__(self, case: ClientCase, way: str, rank: Rank, library: dist.ProcessGroup) -> None:
         self._case, self._way, self._rank, self._group = case, way, rank, library
         self._undo = contextlib.ExitStack()
-        if way == GROUP:
+        if way == GROUP and case.program not in MEGATRON:
             self._group = StudyGroups(rank).make(SIDELANE)
             self._undo.callback(dist.destroy_process_group, self._group)
         self.host_s: dict[str, list[float]] = {}
@@ -180,9 +72,9 @@ class BuiltClient:
         generator = torch.Generator(rank.device).manual_seed(0 if case.program == TENSOR else rank.rank)
         shape = (case.batch, case.length)
         self._tokens = torch.randint(case.model.vocabulary, shape, device=rank.device, generator=generator)
-        build = {DDP: self._ddp, FSDP: self._fsdp, TENSOR: self._tensor}[case.program]
-        made = case.model.make(rank.device, torch.float32 if case.program == FSDP else torch.bfloat16)
-        self.model, step = build(made)
+        self._names = {self._group.group_name}
+        build = {DDP: self._ddp, FSDP: self._fsdp, TENSOR: self._tensor, TITAN: self._titan}
+        self.model, step = build.get(case.program, self._megatron)()
         self.steps = {EAGER: step}
 
     def capture(self, compiled: bool) -> None:
@@ -201,8 +93,8 @@ class BuiltClient:
     def made_by(self) -> str:
         """Return who made which calls, and why."""
         enabled = self._way == ENABLE
-        rows = ledger.report().rows if self._way in (GROUP, ENABLE) else ()
-        mine = [row for row in rows if row.group == self._group.group_name]
+        rows = ledger.report().rows if self._way in (GROUP, ENABLE, POOL, BESIDE) else ()
+        mine = [row for row in rows if row.group in self._names]
         return calls_by_maker([row for row in mine if not enabled or row.operation.startswith(f"{FSDP} ")])
 
     def close(self) -> None:
@@ -215,15 +107,43 @@ class BuiltClient:
         self.model = nn.Module()
         gc.collect()  # a model is full of cycles
 
-    def _ddp(self, model: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
-        wrapped = DistributedDataParallel(model, process_group=self._group)
-        return wrapped, self._training(wrapped, wrapped.no_sync if self._way == NONE else contextlib.nullcontext)
+    def _llama(self, dtype: torch.dtype = torch.bfloat16) -> Any:
+        return self._case.model.make(self._rank.device, dtype)
 
-    def _fsdp(self, model: Any) -> tuple[nn.Module, Callable[[], None]]:
-        mesh = self._mesh()
+    def _ddp(self) -> tuple[nn.Module, Callable[[], None]]:
+        wrapped = DistributedDataParallel(self._llama(), process_group=self._group)
+        around = wrapped.no_sync if self._way == NONE else contextlib.nullcontext
+        return wrapped, self._training(wrapped, self._own_loss(wrapped), around)
+
+    def _fsdp(self) -> tuple[nn.Module, Callable[[], None]]:
+        model, mesh = self._llama(torch.float32), self._mesh()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
+        self._communicate(model)
+        return model, self._training(model, self._own_loss(model))
+
+    def _titan(self) -> tuple[nn.Module, Callable[[], None]]:
+        made, loss, clip = trainers.titan(self._case.model, self._rank.device, self._mesh())
+        self._communicate(made)
+        return made, self._training(made, lambda: loss(self._tokens), clip=clip, shares=self._rank.world_size)
+
+    def _megatron(self) -> tuple[nn.Module, Callable[[], None]]:
+        on_library = self._way not in (GROUP, POOL, BESIDE)
+        device, library = self._rank.device, self._group._get_backend(self._rank.device)
+        backend = library_of(device.type) if on_library else SIDELANE
+        made = trainers.MegatronClient(self._case, backend, self._way, device, library)
+        self._undo.callback(made.close)
+        self._names = {group.group_name for group in made.groups}
+        backward = self._timed(torch.Tensor.backward, EAGER)
+
+        def step() -> None:
+            self.outputs[EAGER] = made.step(self._tokens, backward)
+
+        return made.model, step
+
+    def _communicate(self, model: nn.Module) -> None:
+        """Let FSDP2 communicate in this way."""
         if self._way == ENABLE:
             self._undo.callback(fsdp.enable(model).disable)
         if self._way == NONE:
@@ -232,11 +152,21 @@ class BuiltClient:
                 if isinstance(module, FSDPModule):
                     module.set_custom_all_gather(gather)
                     module.set_custom_reduce_scatter(scatter)
-        return model, self._training(model, contextlib.nullcontext)
 
-    def _training(self, model: nn.Module, around: Callable[[], Any]) -> Callable[[], None]:
+    def _own_loss(self, model: Any) -> Callable[[], torch.Tensor]:
+        return lambda: model(input_ids=self._tokens, labels=self._tokens).loss
+
+    def _training(
+        self,
+        model: nn.Module,
+        loss_of: Callable[[], torch.Tensor],
+        around: Callable[[], Any] = contextlib.nullcontext,
+        clip: Callable[[Iterable[torch.Tensor]], object] = bool,
+        shares: int = 1,
+    ) -> Callable[[], None]:
+        """Return a step; ``shares``: divisor of the loss for backward, where gradients of ranks are added."""
         optimizer: torch.optim.Optimizer
-        parameters = model.parameters()
+        parameters = list(model.parameters())
         if self._case.optimizer == ADAMW:
             optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
         else:
@@ -244,8 +174,9 @@ class BuiltClient:
 
         def step() -> None:
             with around():
-                loss = model(input_ids=self._tokens, labels=self._tokens).loss
-                backward(loss)
+                loss = loss_of()
+                backward(loss if shares == 1 else loss / shares)
+            clip(parameters)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             self.outputs[EAGER] = loss.detach()
@@ -253,8 +184,9 @@ class BuiltClient:
         backward = self._timed(torch.Tensor.backward, EAGER)
         return step
 
-    def _tensor(self, model: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
-        divided = parallelize_module(model, self._mesh(), TENSOR_PLAN, src_data_rank=None)  # all ranks have all of it
+    def _tensor(self) -> tuple[nn.Module, Callable[[], None]]:
+        # All ranks have all of it.
+        divided = parallelize_module(self._llama(), self._mesh(), TENSOR_PLAN, src_data_rank=None)
         return divided, self._timed(self._decode(divided, EAGER), EAGER)
 
     def _mesh(self) -> DeviceMesh:

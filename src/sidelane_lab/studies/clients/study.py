@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 
 import torch
 import torch.distributed as dist
 
 from sidelane.integrations import ledger
+from sidelane.machine.local import installed_version
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.clients import PROGRAMS, ClientOptions
 from sidelane_lab.harness.launch import LaunchTarget, Rank
@@ -29,18 +28,9 @@ from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import FlatRow, Results, Study
 from sidelane_lab.harness.table import MISSING, verdict
 from sidelane_lab.harness.ways import Job, Problem, Rounds
-from sidelane_lab.studies.clients.programs import (
-    COMPILED,
-    DDP,
-    ENABLE,
-    FSDP,
-    MODELS,
-    TENSOR,
-    TINY,
-    BuiltClient,
-    ClientCase,
-    fitted,
-)
+from sidelane_lab.studies.clients.cases import DDP, FSDP, MEGATRON, MODELS, TENSOR, TINY, TITAN, ClientCase, fitted
+from sidelane_lab.studies.clients.programs import COMPILED, ENABLE, BuiltClient
+from sidelane_lab.studies.clients.trainers import BESIDE, PACKAGES, POOL, lacking
 from sidelane_lab.studies.steps import (
     EAGER,
     FEWEST_ROUNDS,
@@ -56,6 +46,14 @@ from sidelane_lab.studies.steps import (
     step_columns,
 )
 from sidelane_lab.studies.torch_groups import StudyGroups, library_of
+
+WAYS = {
+    DDP: (GROUP, NONE),
+    **dict.fromkeys((FSDP, TITAN), (GROUP, ENABLE, NONE)),
+    MEGATRON[0]: (GROUP, POOL, BESIDE),
+    MEGATRON[3]: (GROUP, BESIDE),
+}
+"""Ways beside the library's, by program; of the others the group alone."""
 
 LENGTHS = {"cpu": 16}
 LENGTH, SEQUENCES = 2048, 8
@@ -81,7 +79,11 @@ class ClientRow(FlatRow):
 
     Attributes:
         program: ``ddp``: DistributedDataParallel in bfloat16; ``fsdp``: FSDP2 in mixed precision with bfloat16;
-            ``tensor``: decoding, tensor parallel by DTensor.
+            ``tensor``: decoding, tensor parallel by DTensor; ``torchtitan``: its Llama, FSDP2 by its own function, and
+            clipping; ``megatron``: Megatron-core's GPT in bfloat16 with its distributed optimizer, data parallel, with
+            overlap of gradients and parameters; ``megatron-tensor``: with layers divided among all ranks;
+            ``megatron-sequence``: with activations between them divided, too; ``megatron-experts``: data parallel, with
+            four experts in the place of each feed-forward layer, divided among all ranks.
         model: public configuration, followed by the number of its layers where not all fit.
         parameters: number of parameters.
         batch: sequences of a rank.
@@ -90,9 +92,11 @@ class ClientRow(FlatRow):
         launch: ``eager``; ``graph``: in a CUDA graph; ``compiled``: by torch.compile, in a CUDA graph.
         way: ``nccl``, on CPUs ``gloo``; ``group``: on ``dist.new_group(backend="sidelane")``; ``enable``:
             ``sidelane.fsdp.enable`` on the library's group (of ``ddp``: a hook that files until 28 November 2026
-            have); ``none``: no communication (``no_sync``; FSDP2's collectives move nothing).
+            have); ``pool``: as ``group``, with Megatron's ``nccl_ub=True``, which registers its buffers with the group;
+            ``beside``: as ``pool``, with ``SIDELANE_BESIDE=compute``; ``none``: no communication (``no_sync``; FSDP2's
+            collectives move nothing).
         nccl: version that is loaded, which may be another than torch's own (``software``); empty on CPUs.
-        transformers: version of that package.
+        package: package that the program needs, with its version.
         step_ms: time of a step, median over the rounds of the slowest rank.
         fastest_ms: time of the fastest of these rounds.
         slowest_ms: time of the slowest of these rounds.
@@ -121,7 +125,7 @@ class ClientRow(FlatRow):
     launch: str
     way: str
     nccl: str
-    transformers: str
+    package: str
     step_ms: float | None
     fastest_ms: float | None
     slowest_ms: float | None
@@ -152,8 +156,9 @@ def main(options: ClientOptions) -> Results | None:
 def _check(options: ClientOptions, place: LaunchTarget) -> None:
     """Refuse what cannot run here."""
     require_all("clients", "models", options.models, (TINY,) if place.on_cpu else tuple(MODELS))
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError("clients: the package transformers is required (value=not installed)")
+    reasons = [lacking(program, "cpu" if place.on_cpu else "cuda") for program in options.programs]
+    if all(reasons):
+        raise ValueError(f"clients: {'; '.join(dict.fromkeys(reasons))}")
 
 
 def _measure(rank: Rank, options: ClientOptions, sender: Sender) -> Iterator[ClientRow]:
@@ -223,12 +228,13 @@ class _Study:
 
     def rows(self, case: ClientCase) -> list[ClientRow]:
         """Measure all ways of a case. Collective."""
-        more = {DDP: (NONE,), FSDP: (ENABLE, NONE), TENSOR: ()}[case.program]
-        ways, ranks = [self._library, GROUP, *more], self._rank.world_size
+        ways, ranks = [self._library, *WAYS.get(case.program, (GROUP,))], self._rank.world_size
         trial = ClientTrial(case, self._rank, self.meter, self._group, self._options)
-        if case.program == TENSOR and case.model.kv_heads % ranks:
-            text = f"{case.model.kv_heads} key-value heads are not shared evenly by {ranks} ranks"
-            trial.problems = dict.fromkeys(ways, Problem(text))
+        problem = lacking(case.program, self._rank.device.type)
+        if case.program in (TENSOR, *MEGATRON[1:3]) and case.model.kv_heads % ranks:
+            problem = problem or f"{case.model.kv_heads} key-value heads are not shared evenly by {ranks} ranks"
+        if problem:
+            trial.problems = dict.fromkeys(ways, Problem(problem))
         elif len(ways) * case.state_bytes(ranks) + case.step_bytes() <= self._room:
             trial.take_turns([ways])
         else:
@@ -262,14 +268,14 @@ class _Study:
         return ClientRow(
             program=case.program,
             model=case.model.name,
-            parameters=case.model.total,
+            parameters=case.parameters,
             batch=case.batch,
             length=case.length,
             optimizer=case.optimizer,
             launch=launch,
             way=way,
             nccl=self._nccl,
-            transformers=metadata.version("transformers"),
+            package=" ".join(filter(None, (PACKAGES[case.program], installed_version(PACKAGES[case.program])))),
             **step_columns(times, theirs, least),
             host_ms=None if mine is None or self.on_cpu else mine.host_ms,
             loss=float(mine.output) if mine is not None and has_loss else None,
@@ -385,10 +391,11 @@ STUDY = Study(
     title="Programs of others, by who makes their collectives",
     legend=(
         "A training step with DDP or FSDP2, or decoding with tensor parallelism by DTensor, of Hugging Face's Llama at "
-        "the sizes of public models. group: the process group is Sidelane's; enable: "
-        "sidelane.fsdp.enable; none: no communication. Medians over rounds of the slowest rank, in which the ways take "
-        "turns; the least of each launch is bold. over the library: than NCCL (Gloo on CPUs) in the same round; "
-        "recovered: of the time that its communication is exposed; host: for a backward, or to decode."
+        "the sizes of public models; a training step of torchtitan's Llama, or of a GPT by Megatron-core. group: the "
+        "process group is Sidelane's; enable: sidelane.fsdp.enable; pool: with Megatron's nccl_ub; beside: as pool, "
+        "with SIDELANE_BESIDE=compute; none: no communication. Medians over rounds of the slowest rank, in which the "
+        "ways take turns; the least of each launch is bold. over the library: than NCCL (Gloo on CPUs) in the same "
+        "round; recovered: of the time that its communication is exposed; host: for a backward, or to decode."
     ),
     row=ClientRow,
     tables=lambda rows: tables_by(

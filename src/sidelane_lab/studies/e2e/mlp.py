@@ -32,7 +32,7 @@ from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.split import ours_us
 from sidelane_lab.pairs.workload import Gemm
-from sidelane_lab.studies.clients.programs import MODELS, TINY, ClientModel
+from sidelane_lab.studies.clients.cases import MODELS, TINY, ClientModel
 from sidelane_lab.studies.e2e.workload import EndToEndWorkload, Prepared
 from sidelane_lab.studies.steps import NONE
 

@@ -19,7 +19,7 @@ from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.numbers import write_numbers
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.studies.clients.programs import TINY
+from sidelane_lab.studies.clients.cases import TINY
 from sidelane_lab.studies.e2e.rows import WorkloadRow, step_tables
 from sidelane_lab.studies.e2e.workload import EndToEndWorkload
 from sidelane_lab.studies.steps import GRAPH

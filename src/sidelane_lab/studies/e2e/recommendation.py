@@ -12,7 +12,7 @@ nccl, a bag a table   the same with a kernel for each table, as DLRM has it
 nccl, our bags        the same with the operator's loop in one kernel, which only stores locally
 copies                "nccl, our bags", by the communicator
 operators             ``embedding_all_to_all``, and its backward
-none                  the bags of "our bags", of which nothing is exchanged
+none                  the bags of "our bags" (on CPU ranks of "nccl"), of which nothing is exchanged
 ====================  ==================================================================================================
 
 With shards of rows ``nccl`` is one ``embedding_bag`` and a reduce-scatter. Training has dense gradients of the tables:
@@ -227,7 +227,10 @@ class Recommender:
                 "nccl, our bags": lambda: self.by_sample(self.exchanged(pooled(out))),
                 "copies": by_copies,
                 "operators": self.by_operators,
-                "none": lambda: self.by_sample(self.run_beside(pooled(out))),
+                # Our kernel is interpreted on CPU ranks, a thousand times slower than PyTorch's.
+                "none": self.alone
+                if self.whole.device.type == "cpu"
+                else lambda: self.by_sample(self.run_beside(pooled(out))),
             }
         return {name: functools.partial(self.infer, make) for name, make in bags.items()}
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from sidelane.config import current
+from sidelane.config import HOST, current
 from sidelane.integrations import ledger
 from sidelane.machine.inventory import machine_name
 from sidelane.session import Communicator
@@ -249,6 +249,7 @@ def _described(rank: Rank) -> Machine | None:
     if rank.device.type == "cpu":
         return None
     name = machine_name(torch.cuda.get_device_name(rank.device), rank.world_size)
+    name += "-host" * (current().peers == HOST)
     return named(name) if name in machine_names() else None
 
 

@@ -18,7 +18,7 @@ import click
 
 from sidelane.choice import Abilities, Candidate, Curve, Profile, choose
 from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, SM, everything, find
-from sidelane.choice.key import CPU, SOFTWARE, MachineKey, key_here
+from sidelane.choice.key import CPU, HOST_MEMORY, SOFTWARE, MachineKey, key_here
 from sidelane.choice.store import InForce, in_force, read_profile, user_file
 from sidelane.cli.help import CHOOSE
 from sidelane.cli.output import write_text
@@ -188,6 +188,7 @@ def changes_table(before: InForce, after: Profile, curves: Sequence[Curve]) -> T
     """
     calls = sorted({call for curve in curves for call in _calls(curve)}, key=_order)
     abilities = abilities_of([curve.candidate for curve in curves])
+    abilities = dataclasses.replace(abilities, through_host=after.key.links == HOST_MEMORY)
     lines = []
     for call in calls:
         old, new = (choose(profile, call, abilities) for profile in (before.profile, after))
@@ -301,6 +302,7 @@ def main(options: TuneOptions) -> Profile | None:
         RankFailedError: a rank failed; the profile is as it was.
         ValueError: options do not fit this machine, or nothing could be measured.
     """
+    from sidelane.machine import local
     from sidelane_lab.harness import provenance, running
     from sidelane_lab.harness.launch import choose_target
     from sidelane_lab.harness.terminal import progress_console, say, tables_console
@@ -319,7 +321,8 @@ def main(options: TuneOptions) -> Profile | None:
         variants=options.variants or tuple({found.variant: None for kind in Kind for found in everything(kind)}),
     )
     progress = None if options.quiet else progress_console()
-    key = key_here(place.device_type, place.world_size)
+    peers = local.peers_here(place.device_type)
+    key = key_here(place.device_type, place.world_size).between(peers)
     path = options.output or required("tune", user_file(key), "--output, ")
     refuse_unwritable("tune", path)
     follower = running.StudyFollower(CollectiveRow, progress)
@@ -329,7 +332,7 @@ def main(options: TuneOptions) -> Profile | None:
     if not curves:
         raise ValueError("tune: nothing could be measured; the notes above say why")
     previous = _previous(path, key)
-    before = in_force(BUILTIN, key) if previous is None else InForce(previous, str(path))
+    before = in_force(BUILTIN, key, peers) if previous is None else InForce(previous, str(path))
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     fresh = Profile(key.short_name, key, now, options.command or provenance.command_line(), ())
     # Of the profile that was in the file only what this run did not measure, and only if it is of the same machine.

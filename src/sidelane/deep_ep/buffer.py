@@ -1,0 +1,526 @@
+"""The buffer of DeepEP: dispatch and combine of experts' tokens, with the kernel of ``ops.experts``.
+
+Rows travel as those of ``ops.dispatch_tokens`` and ``ops.combine_tokens`` do, straight to their places: nothing passes
+through a buffer of fixed size. Rows arrive in the order of the ranks and of their tokens, always the same.
+
+Legend: N ranks; T tokens of a rank, which may differ between ranks; H elements of a token; k experts of a token; X
+experts of all ranks, the first X / N of them on rank 0; R tokens that arrive; M bound of T with low latency.
+
+This file is long for its signatures, which are DeepEP's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sidelane.deep_ep import slots
+from sidelane.deep_ep.settings import DeepEpConfig, EventOverlap, check_units, refuse_set
+from sidelane.deep_ep.tokens import (
+    DispatchHandle,
+    LowLatencyHandle,
+    TokenLayout,
+    bring_back,
+    count_tokens,
+    exchange_layout,
+    send_beside,
+    send_tokens,
+)
+from sidelane.ops.handle import FLOAT8S, FLOATS, check_tensor, compare_shapes, reporting_refusals
+from sidelane.ops.operands import in_rows
+from sidelane.ops.rows import MOST_TERMS, row_widths
+from sidelane.session import Communicator
+
+INDICES = torch.int32, torch.int64
+
+
+class DeepEpBuffer:
+    """Dispatch and combine of experts' tokens between the GPUs of one node. Collective, as its calls but layouts.
+
+    Args:
+        group: process group of the ranks, of any backend, by which they meet; all of them on one node.
+        num_nvl_bytes: bytes that the caller sets aside: no effect, since symmetric memory follows the calls.
+        num_rdma_bytes: with ``low_latency_mode`` the same; otherwise 0.
+        low_latency_mode: no effect but on the attribute: both forms of the calls are always there.
+        num_qps_per_rank: no effect.
+        allow_nvlink_for_low_latency_mode: no effect.
+        allow_mnnvl: no effect.
+        use_fabric: no effect.
+        explicitly_destroy: no effect: :meth:`destroy` is always possible.
+        enable_shrink: False.
+        comm: None.
+        device: device of all tensors; None for the current GPU, or else the CPU.
+
+    Attributes:
+        group: the process group.
+        rank: number of this rank in it.
+        group_size: number of its ranks.
+        low_latency_mode: the argument.
+        comm: communicator of the calls; ``comm.memory()`` has the bytes that they take.
+
+    Raises:
+        ValueError: an argument is not allowed.
+        UnavailableError, MismatchError, PeerError: see :class:`sidelane.Communicator`.
+    """
+
+    num_sms = 128
+    """Largest number of compute units of a dispatch or a combine without a :class:`DeepEpConfig`."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: None = None,
+        *,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        refuse_set("Buffer", enable_shrink=enable_shrink, comm=comm)
+        if num_rdma_bytes and not low_latency_mode:
+            problem = "num_rdma_bytes without low_latency_mode, which only several nodes need"
+            raise ValueError(f"Buffer: {problem} (value={num_rdma_bytes}, allowed=0)")
+        self.comm = Communicator(group, device=device)
+        self.group, self.rank, self.group_size = group, self.comm.rank, self.comm.world_size
+        self.low_latency_mode = low_latency_mode
+        self._stream = torch.cuda.Stream(self.comm.device) if self.comm.device.type == "cuda" else None
+
+    def destroy(self) -> None:
+        """Release the memory once this rank's calls have ended. Idempotent, and no collective."""
+        self.comm.close()
+
+    def get_comm_stream(self) -> torch.cuda.Stream | None:
+        """Return the stream of asynchronous calls; None on the CPU."""
+        return self._stream
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Set the largest number of compute units of calls without a :class:`DeepEpConfig`, the same on all ranks."""
+        check_units("set_num_sms", new_num_sms)
+        DeepEpBuffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """Return an event behind all work of the current stream, for ``previous_event``."""
+        return EventOverlap(torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None)
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> DeepEpConfig:
+        """Return the settings of a dispatch that has none, for any number of ranks."""
+        return DeepEpConfig(DeepEpBuffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> DeepEpConfig:
+        """Return the settings of a combine that has none, for any number of ranks."""
+        return DeepEpConfig(DeepEpBuffer.num_sms)
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Return the bytes of symmetric memory of low-latency calls in bfloat16 and in float8; nothing is for RDMA."""
+        return num_ranks * num_max_dispatch_tokens_per_rank * (2 * hidden + row_widths(hidden)[1])
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Do nothing: flags count calls, so that no call takes those of another one for its own."""
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
+        """Count the tokens of this rank for each rank and each expert. Not a collective.
+
+        Args:
+            topk_idx: experts of each token, all different, [T, k], int64 or int32; -1 for none.
+            num_experts: X, a multiple of N.
+            previous_event: event for which the call waits; None for the current stream.
+            async_finish: do not let the current stream wait for the end, which is the last result.
+            allocate_on_comm_stream: no effect: results may be used on either stream.
+
+        Returns:
+            Tokens for each rank, int32[N]; None; tokens for each expert, int32[X]; whether a token goes to a rank,
+            bool[T, N]; the end of the call, with an event if the call is asynchronous.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong.
+        """
+        topk_idx = self._check_experts("get_dispatch_layout", topk_idx, num_experts)
+
+        def count() -> TokenLayout:
+            return count_tokens(topk_idx, num_experts, self.group_size)
+
+        (per_rank, per_expert, is_in_rank), event = self._run(count, (topk_idx,), async_finish, previous_event)
+        return per_rank, None, per_expert, is_in_rank, event
+
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        handle: DispatchHandle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: DeepEpConfig | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]:
+        """Send each token once to every rank that has one of its experts.
+
+        Without a handle the host waits for the numbers of tokens. With one it does not, and a graph can capture the
+        call.
+
+        Args:
+            x: tokens, [T, H], float32, float16 or bfloat16; or in float8 with H an even number, and their scales,
+                float32 or int32[T, S].
+            handle: handle of an earlier dispatch, for tokens with the same experts; the next six are then left out.
+            num_tokens_per_rank: result of :meth:`get_dispatch_layout`.
+            num_tokens_per_rdma_rank: None.
+            is_token_in_rank: result of :meth:`get_dispatch_layout`.
+            num_tokens_per_expert: result of :meth:`get_dispatch_layout`.
+            topk_idx: experts of each token, [T, k], int64 or int32; None if they are not to travel.
+            topk_weights: their gates, float32[T, k]; together with ``topk_idx``.
+            expert_alignment: number to whose multiples the returned numbers are rounded up.
+            num_worst_tokens: 0.
+            config: settings; None for :attr:`num_sms`.
+            previous_event: see :meth:`get_dispatch_layout`, as the next two.
+            async_finish: see there.
+            allocate_on_comm_stream: see there.
+
+        Returns:
+            Tokens that arrive, [R, H], in the order of ranks and tokens, or a pair with their scales, [R, S]; their
+            experts among those of this rank, int64[R, k], -1 for those of other ranks; their gates, 0 for those;
+            numbers of tokens of the experts of this rank; the handle; the end of the call. With ``handle`` all but the
+            first and the last are None.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong; nothing has been moved.
+            UnavailableError: a call without a handle, or a new shape, inside of a capture.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+        """
+        name, comm, n = "dispatch", self.comm, self.group_size
+        with reporting_refusals(comm, name):
+            refuse_set(name, num_worst_tokens=num_worst_tokens, num_tokens_per_rdma_rank=num_tokens_per_rdma_rank)
+            dtype, rows, beside = self._check_tokens(name, x)
+            units, layout = _units(name, config), (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
+            if handle is None:
+                counted, routed = self._check_layout(name, len(rows), layout, topk_idx, topk_weights)
+                if expert_alignment < 1:
+                    raise ValueError(f"{name}: expert_alignment (value={expert_alignment}, allowed=1..)")
+            elif not isinstance(handle, DispatchHandle) or topk_idx is not None or topk_weights is not None:
+                problem = "handle is no DispatchHandle, or stands beside topk_idx or topk_weights"
+                raise ValueError(f"{name}: {problem} (value={type(handle).__name__}, allowed=DispatchHandle alone)")
+            elif len(rows) != len(handle.returned):
+                raise ValueError(f"{name}: tokens of the handle (value={len(rows)}, allowed={len(handle.returned)})")
+        alike = rows.shape[1], dtype, units, [part.shape[1] for part in beside]
+
+        def send(handle: DispatchHandle, more: list[Tensor]) -> tuple[Any, list[Tensor]]:
+            values = send_tokens(comm, rows, handle, units).view(dtype)
+            words = send_beside(comm, beside + more, handle, units)
+            return (values, words[0]) if beside else values, words[len(beside) :]
+
+        if handle is not None:
+            compare_shapes(comm, f"{name} by a handle", str(alike))
+            given = handle
+            (found, _), event = self._run(lambda: send(given, []), (rows, beside, handle), async_finish, previous_event)
+            return found, None, None, None, None, event
+        experts, k = len(counted[1]), routed[0].shape[1] if routed else 0
+        compare_shapes(comm, name, str((*alike, experts, k)))
+
+        def route() -> tuple[Any, Tensor | None, Tensor | None, list[int], DispatchHandle]:
+            made, numbers = exchange_layout(comm, counted)
+            found, words = send(made, [routed[0].int(), routed[1]] if routed else [])
+            if not words:
+                return found, None, None, numbers, made
+            expert = words[0].long() - self.rank * (experts // n)
+            is_here = (expert >= 0) & (expert < experts // n)
+            return found, torch.where(is_here, expert, -1), torch.where(is_here, words[1], 0.0), numbers, made
+
+        result, event = self._run(route, (rows, beside, counted, routed), async_finish, previous_event)
+        found, expert, gates, numbers, made = result
+        aligned = [-(-number // expert_alignment) * expert_alignment for number in numbers]
+        return found, expert, gates, aligned, made, event
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: DispatchHandle,
+        topk_weights: Tensor | None = None,
+        bias: None = None,
+        config: DeepEpConfig | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Bring a row back for each token that arrived, and sum those of a token over the ranks.
+
+        Args:
+            x: rows in the order in which their tokens arrived, [R, H], float32, float16 or bfloat16.
+            handle: handle of the dispatch.
+            topk_weights: numbers that are summed in the same way, float32[R, k]; None for none.
+            bias: None.
+            config: settings; None for :attr:`num_sms`.
+            previous_event: see :meth:`get_dispatch_layout`, as the next two.
+            async_finish: see there.
+            allocate_on_comm_stream: see there.
+
+        Returns:
+            Sums, [T, H], float32 in the order of the other ranks and then this one, rounded once, zeros where a token
+            went to no rank; sums of ``topk_weights``, [T, k], or None; the end of the call.
+
+        Raises the same errors as :meth:`dispatch`.
+        """
+        name, comm = "combine", self.comm
+        with reporting_refusals(comm, name):
+            refuse_set(name, bias=bias)
+            if not isinstance(handle, DispatchHandle):
+                raise TypeError(f"{name}: handle (value={type(handle).__name__}, allowed=DispatchHandle)")
+            units, parts = _units(name, config), [in_rows(check_tensor(name, "x", x, comm.device, FLOATS, (2,)))]
+            if topk_weights is not None:
+                weights = check_tensor(name, "topk_weights", topk_weights, comm.device, (torch.float32,), (2,))
+                parts.append(in_rows(weights))
+            if any(len(part) != handle.received for part in parts):
+                text = f"value={[len(part) for part in parts]}, allowed={handle.received}"
+                raise ValueError(f"{name}: rows of x and topk_weights ({text})")
+        compare_shapes(comm, name, str((x.dtype, units, [part.shape[1] for part in parts])))
+
+        def send() -> list[Tensor]:
+            return [bring_back(comm, part, handle, units) for part in parts]
+
+        sums, event = self._run(send, (parts, handle), async_finish, previous_event)
+        return sums[0], sums[1] if len(sums) > 1 else None, event
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        use_nvfp4: bool = False,
+        x_global_scale: None = None,
+    ) -> tuple[Any, Tensor, LowLatencyHandle, EventOverlap, Callable[[], None]]:
+        """Send tokens to the slots of their experts, without the host. The first call of a shape makes its resources,
+        and a graph may capture later ones.
+
+        Args:
+            x: tokens, [T, H]; bfloat16, float16 or float32.
+            topk_idx: experts of each token, all different, [T, k], int64 or int32; -1 for none.
+            num_max_dispatch_tokens_per_rank: M, bound of T, the same on all ranks.
+            num_experts: X, a multiple of N.
+            cumulative_local_expert_recv_stats: int32[X / N], to which the numbers of rows are added; None for none.
+            dispatch_wait_recv_cost_stats: None.
+            use_fp8: send in float8_e4m3fn with a scale for each 128 elements, with H an even number; False for x's
+                dtype.
+            round_scale: False.
+            use_ue8m0: False.
+            async_finish: see :meth:`get_dispatch_layout`.
+            return_recv_hook: the caller calls the hook before it reads. The hook does nothing, since all of the call
+                is work of the stream.
+            use_nvfp4: False.
+            x_global_scale: None.
+
+        Returns:
+            Rows of each expert of this rank, [X / N, N * M, H], of which the first ones are set, or with ``use_fp8`` a
+            pair with scales, float32[X / N, N * M, H / 128], whose columns are contiguous; numbers of rows that are
+            set, int32[X / N]; the handle; the end of the call; the hook.
+
+        Raises the same errors as :meth:`dispatch`.
+        """
+        name, comm, most = "low_latency_dispatch", self.comm, num_max_dispatch_tokens_per_rank
+        each, stats = num_experts // self.group_size, cumulative_local_expert_recv_stats
+        with reporting_refusals(comm, name):
+            refuse_set(name, round_scale=round_scale, use_ue8m0=use_ue8m0, use_nvfp4=use_nvfp4)
+            refuse_set(name, x_global_scale=x_global_scale, wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+            x = in_rows(check_tensor(name, "x", x, comm.device, FLOATS, (2,)))
+            topk_idx = self._check_experts(name, topk_idx, num_experts)
+            if not len(topk_idx) == len(x) <= most or most < 1:
+                text = f"value={len(x)}, {len(topk_idx)}, allowed=0..{most}"
+                raise ValueError(f"{name}: equal numbers of tokens of x and topk_idx ({text})")
+            if use_fp8 and x.shape[1] % 2:
+                raise ValueError(f"{name}: columns of x in float8 (value={x.shape[1]}, allowed=multiples of 2)")
+        compare_shapes(comm, name, str((most, num_experts, use_fp8, x.dtype, x.shape[1], topk_idx.shape[1])))
+
+        def send() -> tuple[Any, Tensor, LowLatencyHandle]:
+            return slots.dispatch_to_slots(comm, x, topk_idx, most, each, stats, use_fp8)
+
+        found, event = self._run(send, (x, topk_idx, stats), async_finish)
+        return *found, event, _nothing
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: None = None,
+        *,
+        overlap: bool = False,
+        **of_overlap: object,
+    ) -> tuple[Tensor, EventOverlap, Callable[[], None]]:
+        """Return the sum of each token's results times their gates. Each rank first sums those of its own experts.
+
+        Args:
+            x: results in the slots of :meth:`low_latency_dispatch`, [X / N, N * M, H]; slots without a row are not
+                read.
+            topk_idx: the same as in the dispatch.
+            topk_weights: gates, [T, k].
+            handle: handle of the dispatch.
+            use_logfmt: False.
+            zero_copy: False.
+            async_finish: see :meth:`get_dispatch_layout`.
+            return_recv_hook: see :meth:`low_latency_dispatch`.
+            out: tensor for the result, contiguous; None makes one.
+            combine_wait_recv_cost_stats: None.
+            overlap: False.
+            of_overlap: arguments of ``overlap``, without an effect.
+
+        Returns:
+            Sums, [T, H], of x's dtype; float32 within a rank and between the ranks, rounded after both; the end of the
+            call; the hook.
+
+        Raises the same errors as :meth:`dispatch`.
+        """
+        name, comm = "low_latency_combine", self.comm
+        with reporting_refusals(comm, name):
+            refuse_set(name, use_logfmt=use_logfmt, zero_copy=zero_copy, overlap=overlap)
+            refuse_set(name, wait_recv_cost_stats=combine_wait_recv_cost_stats)
+            if not isinstance(handle, LowLatencyHandle):
+                raise TypeError(f"{name}: handle (value={type(handle).__name__}, allowed=LowLatencyHandle)")
+            x = check_tensor(name, "x", x, comm.device, FLOATS, (3,)).contiguous()
+            gates = check_tensor(name, "topk_weights", topk_weights, comm.device, FLOATS, (2,))
+            (rows, k), most, (tokens, given) = handle.results.shape, handle.most_tokens, gates.shape
+            if x.shape[:2] != (handle.experts, rows) or given != k or not tokens == len(topk_idx) <= most:
+                text = f"value={tuple(x.shape)}, {tuple(gates.shape)}, {len(topk_idx)}"
+                allowed = f"{(handle.experts, rows)}, (0..{most}, {k}), 0..{most}"
+                raise ValueError(
+                    f"{name}: shapes of x and topk_weights, tokens of topk_idx ({text}, allowed={allowed})"
+                )
+            shape = tokens, x.shape[2]
+            out = x.new_empty(shape) if out is None else check_tensor(name, "out", out, comm.device, (x.dtype,), (2,))
+            if out.shape != shape or not out.is_contiguous():
+                raise ValueError(f"{name}: shape of out (value={tuple(out.shape)}, allowed={shape}, contiguous)")
+        compare_shapes(comm, name, str((most, handle.experts, x.dtype, x.shape[2], k)))
+        sums, values = out, x.view(-1, x.shape[2])
+
+        def send() -> Tensor:
+            return slots.combine_slots(comm, values, gates, handle, sums)
+
+        found, event = self._run(send, (x, gates, sums, handle), async_finish)
+        return found, event, _nothing
+
+    def _check_experts(self, name: str, topk_idx: object, experts: int) -> Tensor:
+        found = check_tensor(name, "topk_idx", topk_idx, self.comm.device, INDICES, (2,))
+        if experts < 1 or experts % self.group_size:
+            raise ValueError(f"{name}: num_experts (value={experts}, allowed=multiples of {self.group_size})")
+        if not 1 <= found.shape[1] <= MOST_TERMS:
+            raise ValueError(f"{name}: experts of a token (value={found.shape[1]}, allowed=1..{MOST_TERMS})")
+        return found
+
+    def _check_tokens(self, name: str, x: object) -> tuple[torch.dtype, Tensor, list[Tensor]]:
+        """Return the dtype of tokens, their rows in one that travels, and the scales beside them."""
+        device = self.comm.device
+        if not isinstance(x, tuple):
+            rows = in_rows(check_tensor(name, "x", x, device, FLOATS, (2,)))
+            return rows.dtype, rows, []
+        values = check_tensor(name, "values of x", x[0], device, FLOAT8S, (2,))
+        scales = check_tensor(name, "scales of x", x[-1], device, (torch.float32, torch.int32), (2,))
+        if len(x) != 2 or len(scales) != len(values) or not scales.shape[1] or values.shape[1] % 2:
+            problem = "shapes of values and scales, of which values have an even number of columns"
+            text = f"value={tuple(values.shape)}, {tuple(scales.shape)}, allowed=[T, H], [T, S]"
+            raise ValueError(f"{name}: {problem} ({text})")
+        return values.dtype, values.contiguous().view(torch.float16), [scales]
+
+    def _check_layout(
+        self, name: str, tokens: int, layout: tuple[object, ...], topk_idx: object, topk_weights: object
+    ) -> tuple[TokenLayout, tuple[Tensor, Tensor] | None]:
+        """Return the layout, and the experts of tokens with their gates."""
+        (per_rank, per_expert, is_in_rank), device, n = layout, self.comm.device, self.group_size
+        ranks = check_tensor(name, "num_tokens_per_rank", per_rank, device, INDICES, (1,))
+        experts = check_tensor(name, "num_tokens_per_expert", per_expert, device, INDICES, (1,))
+        mask = check_tensor(name, "is_token_in_rank", is_in_rank, device, (torch.bool,), (2,))
+        if len(ranks) != n or not len(experts) or len(experts) % n or mask.shape != (tokens, n):
+            text = f"value={len(ranks)}, {len(experts)}, {tuple(mask.shape)}"
+            raise ValueError(f"{name}: layout ({text}, allowed={n}, multiples of {n}, {(tokens, n)})")
+        if topk_idx is None and topk_weights is None:
+            return (ranks, experts, mask), None
+        chosen = self._check_experts(name, topk_idx, len(experts))
+        gates = check_tensor(name, "topk_weights", topk_weights, device, (torch.float32,), (2,))
+        if len(chosen) != tokens or gates.shape != chosen.shape:
+            text = f"value={tuple(chosen.shape)}, {tuple(gates.shape)}, allowed=({tokens}, k)"
+            raise ValueError(f"{name}: shapes of topk_idx and topk_weights ({text})")
+        return (ranks, experts, mask), (chosen, gates)
+
+    def _run(
+        self, run: Callable[[], Any], used: Sequence[object], is_async: bool, previous: EventOverlap | None = None
+    ) -> tuple[Any, EventOverlap]:
+        """Run a call on the current stream; or if it is asynchronous on the stream of this buffer, behind the event
+        ``previous`` or the current stream, with the event of its end. ``used``: its tensors.
+        """
+        if self._stream is None or not is_async:
+            if previous is not None:
+                previous.current_stream_wait()
+            return run(), EventOverlap()
+        current = torch.cuda.current_stream(self.comm.device)
+        if previous is None or previous.event is None:
+            self._stream.wait_stream(current)
+        else:
+            self._stream.wait_event(previous.event)
+        with torch.cuda.stream(self._stream):
+            found = run()
+        for tensor in _tensors_of(used):
+            tensor.record_stream(self._stream)
+        for tensor in _tensors_of(found):
+            tensor.record_stream(current)
+        return found, EventOverlap(self._stream.record_event())
+
+
+def _units(name: str, config: object) -> int:
+    """Return the largest number of compute units of a call. Raises TypeError."""
+    if config is None:
+        return DeepEpBuffer.num_sms
+    if not isinstance(config, DeepEpConfig):
+        raise TypeError(f"{name}: config (value={type(config).__name__}, allowed=deep_ep.Config, None)")
+    return config.num_sms
+
+
+def _tensors_of(found: object) -> Iterator[Tensor]:
+    if isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, tuple | list):
+        for part in found:
+            yield from _tensors_of(part)
+
+
+def _nothing() -> None:
+    """Do nothing: the call is work of the stream already."""

@@ -1,0 +1,90 @@
+"""Settings and ends of DeepEP's calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeepEpConfig:
+    """Settings of a dispatch or a combine. Chunks of tokens have no effect, since rows go straight to their places.
+
+    Attributes:
+        num_sms: largest number of compute units that the kernel takes, the same on all ranks.
+        num_max_nvl_chunked_send_tokens: no effect.
+        num_max_nvl_chunked_recv_tokens: no effect but on :meth:`get_nvl_buffer_size_hint`.
+        num_max_rdma_chunked_send_tokens: no effect.
+        num_max_rdma_chunked_recv_tokens: no effect.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        check_units("Config", self.num_sms)
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Return the bytes of a chunk of tokens of ``hidden_bytes`` from each rank, which servers set aside."""
+        return num_ranks * self.num_max_nvl_chunked_recv_tokens * hidden_bytes
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Return 0: nothing travels by RDMA on one node."""
+        return 0
+
+
+class EventOverlap:
+    """The end of an asynchronous call, for which a stream waits. As a context, it waits at the end of ``with``.
+
+    Args:
+        event: event of the GPU; None where there is nothing to wait for.
+        extra_tensors: tensors that are kept until this object goes.
+    """
+
+    def __init__(self, event: torch.cuda.Event | None = None, extra_tensors: Sequence[Tensor] | None = None) -> None:
+        self.event, self.extra_tensors = event, extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Let the current stream wait for the event."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        self.current_stream_wait()
+
+
+def check_units(name: str, units: object) -> None:
+    """Refuse a number of compute units. Raises ValueError."""
+    if not isinstance(units, int) or units < 1:
+        raise ValueError(f"{name}: num_sms (value={units!r}, allowed=1..)")
+
+
+def refuse_set(name: str, **given: object) -> None:
+    """Refuse arguments that ask for what one node does not have. Raises ValueError unless all are None, False or 0."""
+    for what, value in given.items():
+        if value is not None and (isinstance(value, Tensor) or value):
+            said = type(value).__name__ if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{name}: {what}, which is not there on one node (value={said}, allowed=None, False, 0)")
+
+
+def install_deep_ep() -> None:
+    """Make ``import deep_ep`` import ``sidelane.deep_ep`` in this process. A second call changes nothing.
+
+    Raises:
+        RuntimeError: another module of this name is imported.
+    """
+    own = importlib.import_module("sidelane.deep_ep")
+    if (found := sys.modules.setdefault("deep_ep", own)) is not own:
+        raise RuntimeError(f"install: another module deep_ep is imported already (value={found!r}, allowed={own!r})")

@@ -1,0 +1,146 @@
+"""Places of tokens: layouts that ranks exchange, and rows that travel by them with the kernel of ``ops.experts``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sidelane.ops.experts import exchange_rows, sum_rows
+from sidelane.ops.handle import power_of_two
+from sidelane.session import Communicator
+
+EXPERT_DTYPE = torch.int64
+"""Dtype of the numbers of experts that ``Buffer.dispatch`` returns."""
+
+LEAST_ROWS = 16
+"""Least number of rows for which a dispatch has room; from there on twice as many at a time."""
+
+
+class DispatchHandle(NamedTuple):
+    """Places by which ``Buffer.dispatch`` sends tokens again, and ``Buffer.combine`` brings rows back.
+
+    Attributes:
+        counts: number of tokens from rank i to rank j in row i, column j, int32[N, N].
+        counts_back: the same for the way back, which a rank's own tokens do not take.
+        leaving: token of each row that leaves, those for rank 0 first, int32[N * T, 1]; -1 behind the last one.
+        back: rows that go back, among those that arrived, those for rank 0 first, int32[rows, 1].
+        returned: rows that come back for each token, int32[T, N]; -1 for none.
+        kept: row of each token that stays on its rank, among those that arrived, int32[T, 1]; -1 for none.
+        most_rows: number of rows for which all ranks have room.
+        received: R, number of tokens that arrive at this rank.
+        own: first of its own rows among them, and the row behind the last one.
+    """
+
+    counts: Tensor
+    counts_back: Tensor
+    leaving: Tensor
+    back: Tensor
+    returned: Tensor
+    kept: Tensor
+    most_rows: int
+    received: int
+    own: tuple[int, int]
+
+
+class LowLatencyHandle(NamedTuple):
+    """Slots by which ``Buffer.low_latency_combine`` brings results back.
+
+    Attributes:
+        returned: rows that come back for each token, int32[M, N]; -1 for none.
+        results: slots of the experts' rows of each row that arrived, int32[N * M, k]; -1 for none.
+        experts: number of experts of each rank.
+        most_tokens: M, largest number of tokens of a rank.
+    """
+
+    returned: Tensor
+    results: Tensor
+    experts: int
+    most_tokens: int
+
+
+TokenLayout = tuple[Tensor, Tensor, Tensor]
+"""Tokens for each rank, int32[N]; tokens for each expert, int32[X]; whether a token goes to a rank, bool[T, N]."""
+
+
+def count_tokens(topk_idx: Tensor, experts: int, ranks: int) -> TokenLayout:
+    """Return the layout of tokens for their experts, [T, k]; numbers out of range stand for none."""
+    expert = torch.where((topk_idx >= 0) & (topk_idx < experts), topk_idx, experts).long()
+    homes = torch.arange(ranks, device=topk_idx.device)
+    is_in_rank = (expert[:, :, None] // (experts // ranks) == homes).any(1)
+    ones = torch.ones_like(expert, dtype=torch.int32).flatten()
+    per_expert = ones.new_zeros(experts + 1).scatter_add_(0, expert.flatten(), ones)[:experts]
+    return is_in_rank.sum(0, dtype=torch.int32), per_expert, is_in_rank
+
+
+def exchange_layout(comm: Communicator, layout: TokenLayout) -> tuple[DispatchHandle, list[int]]:
+    """Return the handle of a layout, and the numbers of tokens of this rank's experts. The host waits for the peers."""
+    (per_rank, per_expert, is_in_rank), n = layout, comm.world_size
+    row = torch.cat([per_rank.int(), per_expert.int()])
+    of_all = row.new_empty(n, len(row))
+    comm.all_gather(of_all, row)
+    comm.synchronize()
+    table = of_all.tolist()
+    there = [sum(line[rank] for line in table) for rank in range(n)]
+    first, each = n + comm.rank * (len(per_expert) // n), len(per_expert) // n
+    numbers = [sum(line[expert] for line in table) for expert in range(first, first + each)]
+    # Rows of this rank for itself: first one among those that leave and among those that arrive, and their number.
+    sent, stays = table[comm.rank][: comm.rank], table[comm.rank][comm.rank]
+    own = sum(line[comm.rank] for line in table[: comm.rank])
+    leaves = is_in_rank.T.reshape(-1)  # for rank 0 first
+    place = leaves.cumsum(0, dtype=torch.int32) - 1
+    token = torch.arange(len(is_in_rank), device=row.device, dtype=torch.int32).repeat(n)
+    leaving = token.new_full((len(leaves) + 1,), -1)  # with a place for those that stay
+    leaving.scatter_(0, torch.where(leaves, place, len(leaves)).long(), token)
+    returned = torch.where(leaves, place, -1).view(n, -1).T.contiguous()
+    kept = returned[:, comm.rank, None] + (own - sum(sent))
+    kept = torch.where(is_in_rank[:, comm.rank, None], kept, -1)
+    returned[:, comm.rank] = -1
+    returned[:, comm.rank + 1 :] -= torch.where(is_in_rank[:, comm.rank + 1 :], stays, 0)
+    arrived = torch.arange(there[comm.rank], device=row.device, dtype=torch.int32)
+    most = power_of_two(max(LEAST_ROWS, *there, *(sum(line[:n]) for line in table)))
+    counts = of_all[:, :n].contiguous()
+    handle = DispatchHandle(
+        counts=counts,
+        counts_back=(counts - counts.diag().diag()).T.contiguous(),
+        leaving=leaving[:-1, None],
+        back=torch.cat([arrived[:own], arrived[own + stays :]])[:, None],
+        returned=returned,
+        kept=kept,
+        most_rows=most,
+        received=there[comm.rank],
+        own=(own, own + stays),
+    )
+    return handle, numbers
+
+
+def send_tokens(comm: Communicator, rows: Tensor, handle: DispatchHandle, units: int) -> Tensor:
+    """Return the rows of the tokens that arrive, [R, H]. Those of this rank are put there at once."""
+    found, (first, end) = rows.new_empty(handle.received, rows.shape[1]), handle.own
+
+    def read(came: Tensor) -> Tensor:
+        found[:first] = came[:first]
+        found[end:] = came[end : handle.received]
+        return found
+
+    options: dict[str, Any] = {"terms": handle.leaving, "own": found, "units": units}
+    return exchange_rows(comm, rows, handle.counts, handle.most_rows, read, **options)
+
+
+def send_beside(comm: Communicator, parts: list[Tensor], handle: DispatchHandle, units: int) -> list[Tensor]:
+    """Return what arrives of several tensors of 4 bytes an element, [T, ...], which travel side by side."""
+    if not parts:
+        return []
+    words = torch.cat([part.contiguous().view(torch.int32) for part in parts], 1).view(torch.float32)
+    came = send_tokens(comm, words, handle, units).split([part.shape[1] for part in parts], 1)
+    return [found.contiguous().view(part.dtype) for part, found in zip(parts, came, strict=True)]
+
+
+def bring_back(comm: Communicator, rows: Tensor, handle: DispatchHandle, units: int) -> Tensor:
+    """Return the sums of the rows of each token, [T, H]: those of other ranks in their order, then this rank's own."""
+
+    def read(came: Tensor) -> Tensor:
+        return sum_rows(came, handle.returned, own=(rows, handle.kept))
+
+    return exchange_rows(comm, rows, handle.counts_back, handle.most_rows, read, terms=handle.back, units=units)

@@ -1,0 +1,343 @@
+"""DeepEP's calls by Sidelane, against a plain reference that knows the tokens of all ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fused_ops import Draws, check_close, draws_of, fused
+from marks import long
+from on_ranks import on_ranks
+from ranks import crew
+
+from sidelane import deep_ep
+from sidelane.errors import MismatchError, PeerError
+
+
+@contextmanager
+def buffer_of(group: dist.ProcessGroup, **options: Any) -> Iterator[deep_ep.Buffer]:
+    """A buffer on the device of the test."""
+    buffer = deep_ep.Buffer(group, device=torch.get_default_device(), **options)
+    try:
+        yield buffer
+    finally:
+        buffer.destroy()
+
+
+class Drawn:
+    """Tokens of all ranks with their experts and gates, drawn alike on all ranks; the CPU has them.
+
+    ``tokens``: for each rank, of which some may have none; ``experts``: [T, k], of which some are masked.
+    """
+
+    def __init__(self, draws: Draws, n: int, columns: int, dtype: torch.dtype, most: int) -> None:
+        choice = draws.sizes.choice
+        self.each, self.dtype = choice((1, 2, 3)), dtype
+        self.experts = n * self.each
+        self.k = min(choice((1, 2, 3)), self.experts)
+        sizes = [choice((0, 1, most // 2, most)) for _ in range(n)]
+        popular = choice((range(self.experts), range(self.each), range(self.experts - 1, self.experts)))
+        self.x = [draws.normal(size, columns).to(dtype) for size in sizes]
+        self.gates = [draws.normal(size, self.k) for size in sizes]
+        self.chosen = [
+            torch.tensor([self._experts(draws, popular) for _ in range(size)], dtype=torch.int64, device="cpu").view(
+                size, self.k
+            )
+            for size in sizes
+        ]
+
+    def _experts(self, draws: Draws, popular: range) -> list[int]:
+        some = draws.sizes.sample(list(popular), min(self.k, len(popular)))
+        some += [-1] * (self.k - len(some))
+        if draws.sizes.random() < 0.2:
+            some[draws.sizes.randrange(self.k)] = -1
+        draws.sizes.shuffle(some)
+        return some
+
+    def on(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, experts and gates of a rank, on its device."""
+        return self.x[rank].to(device), self.chosen[rank].to(device), self.gates[rank].to(device)
+
+    def arriving(self, rank: int) -> list[tuple[int, int]]:
+        """Rank and number of each token that a rank gets, in their order."""
+        return [
+            (sender, token)
+            for sender, chosen in enumerate(self.chosen)
+            for token, row in enumerate(chosen.tolist())
+            if any(expert >= 0 and expert // self.each == rank for expert in row)
+        ]
+
+    def homes(self, rank: int) -> torch.Tensor:
+        """Number of ranks to which each token of a rank goes, [T, 1]."""
+        rows = self.chosen[rank].tolist()
+        counts = [[len({one // self.each for one in row if one >= 0})] for row in rows]
+        return torch.tensor(counts, device="cpu").view(-1, 1)
+
+
+def float8_and_scales(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in float8 and the scale of each 128 elements, of which the largest becomes 448, part by part."""
+    values, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), -(-x.shape[1] // 128)).float()
+    for group, part in enumerate(x.float().split(128, 1)):
+        largest = part.abs().max(1, keepdim=True).values.clamp(min=1e-4)
+        values[:, 128 * group : 128 * group + part.shape[1]] = (part * (448 / largest)).to(torch.float8_e4m3fn)
+        scales[:, group] = largest[:, 0] / 448
+    return values, scales
+
+
+def layout_of(buffer: deep_ep.Buffer, drawn: Drawn, chosen: torch.Tensor, **options: Any) -> dict[str, Any]:
+    """The layout, checked, as arguments of ``dispatch``."""
+    per_rank, none, per_expert, is_in, event = buffer.get_dispatch_layout(chosen, drawn.experts, **options)
+    event.current_stream_wait()
+    assert none is None and per_rank.dtype == per_expert.dtype == torch.int32 and is_in.dtype == torch.bool
+    rows = chosen.tolist()
+    expected = [[any(e >= 0 and e // drawn.each == r for e in row) for r in range(buffer.group_size)] for row in rows]
+    assert is_in.tolist() == expected
+    assert per_rank.tolist() == [sum(column) for column in zip(*expected, strict=True)] or not rows
+    assert per_expert.tolist() == [sum(row.count(expert) for row in rows) for expert in range(drawn.experts)]
+    return {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": is_in}
+
+
+@on_ranks(1, 2, long(3), interpreted=True, calls=4)
+@on_ranks(gpu=fused, timeout_s=240, calls=40)
+def test_tokens_are_dispatched_and_combined(group: dist.ProcessGroup, calls: int) -> None:
+    dispatch_and_combine(group, calls)
+
+
+@on_ranks(1, 2, long(3), interpreted=True, calls=4)
+@on_ranks(gpu=fused, timeout_s=240, calls=40)
+def test_tokens_go_to_slots_of_experts_and_back(group: dist.ProcessGroup, calls: int) -> None:
+    slots_and_back(group, calls)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("function", ["dispatch_and_combine", "slots_and_back"])
+def test_eight_ranks(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with crew(8) as ranks:
+        ranks.run(globals()[function], 8, 3, timeout_s=300)
+
+
+def dispatch_and_combine(group: dist.ProcessGroup, calls: int) -> None:
+    """Any numbers of tokens, with and without float8, again by a handle, and back: bytes of a reference."""
+    with buffer_of(group) as buffer:
+        n, rank, draws, device = buffer.group_size, buffer.rank, draws_of(buffer.comm), buffer.comm.device
+        for number in range(calls):
+            dtype = (torch.bfloat16, torch.float32, torch.float16)[number % 3]
+            drawn = Drawn(draws, n, (8, 130, 256)[number % 3], dtype, 9)
+            x, chosen, gates = drawn.on(rank, device)
+            is_async, is_quantized = draws.sizes.random() < 0.5, draws.sizes.random() < 0.5
+            parts = [float8_and_scales(part) for part in drawn.x]
+            given: Any = tuple(part.to(device) for part in parts[rank]) if is_quantized else x
+            draws.late()
+            options = {"async_finish": is_async, "previous_event": deep_ep.Buffer.capture()}
+            layout = layout_of(buffer, drawn, chosen, **options)
+            found, experts, weights, numbers, handle, event = buffer.dispatch(
+                given, topk_idx=chosen, topk_weights=gates, expert_alignment=4, **layout, **options
+            )
+            again, *nothing, other_event = buffer.dispatch(given, handle=handle, async_finish=is_async)
+            assert nothing == [None] * 4 and handle is not None and experts is not None and weights is not None
+            event.current_stream_wait()
+            other_event.current_stream_wait()
+            came = drawn.arriving(rank)
+            for rows in (found, again):
+                if is_quantized:
+                    for index, part in enumerate(rows):
+                        expected = [parts[sender][index][token] for sender, token in came]
+                        assert part.is_contiguous() and part.dtype == given[index].dtype
+                        assert torch.equal(bits(part), bits(torch.stack(expected)) if came else bits(part[:0]))
+                else:
+                    assert rows.is_contiguous() and len(rows) == len(came) and rows.dtype == dtype
+                    for row, (sender, token) in zip(rows.cpu(), came, strict=True):
+                        assert torch.equal(row, drawn.x[sender][token]), (number, sender, token)
+            local = [[one - rank * drawn.each for one in drawn.chosen[s][t].tolist()] for s, t in came]
+            local = [[one if 0 <= one < drawn.each else -1 for one in row] for row in local]
+            assert experts.tolist() == local and experts.dtype == deep_ep.topk_idx_t
+            counted = [sum(row.count(one) for row in local) for one in range(drawn.each)]
+            assert numbers == [-(-count // 4) * 4 for count in counted]
+            for row, (sender, token), own in zip(weights.cpu(), came, local, strict=True):
+                wanted = torch.where(torch.tensor(own, device="cpu") >= 0, drawn.gates[sender][token], 0.0)
+                assert torch.equal(row, wanted)
+            results = torch.stack([drawn.x[s][t] for s, t in came]).to(device) if came else x[:0]
+            y, sums, event = buffer.combine(
+                results, handle, topk_weights=weights, async_finish=is_async, config=deep_ep.Config(num_sms=2)
+            )
+            event.current_stream_wait()
+            buffer.comm.synchronize()
+            assert sums is not None and y.dtype == dtype
+            check_close(y, drawn.x[rank].double() * drawn.homes(rank), number)
+            masked = torch.where(drawn.chosen[rank] >= 0, drawn.gates[rank], 0.0)
+            check_close(sums, masked.double(), number)
+            assert torch.equal(buffer.combine(results, handle)[0], y)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of a tensor, on the CPU."""
+    return tensor.contiguous().cpu().view(torch.uint8)
+
+
+def slots_and_back(group: dist.ProcessGroup, calls: int) -> None:
+    """Low latency: rows, scales and numbers of each expert, and weighted sums, against a reference."""
+    with buffer_of(group, low_latency_mode=True) as buffer:
+        n, rank, draws, device = buffer.group_size, buffer.rank, draws_of(buffer.comm), buffer.comm.device
+        for number in range(calls):
+            dtype, columns, most = (torch.bfloat16, torch.float32)[number // 2 % 2], (8, 258)[number // 2 % 2], 6
+            drawn = Drawn(draws, n, columns, dtype, most)
+            x, chosen, gates = drawn.on(rank, device)
+            is_quantized, is_async = number % 2 == 1, draws.sizes.random() < 0.5
+            stats = torch.ones(drawn.each, dtype=torch.int32, device=device)
+            draws.late()
+            rows, counts, handle, event, hook = buffer.low_latency_dispatch(
+                x, chosen, most, drawn.experts, stats, use_fp8=is_quantized, async_finish=is_async,
+                return_recv_hook=not is_async,
+            )  # fmt: skip
+            hook()
+            event.current_stream_wait()
+            buffer.comm.synchronize()
+            assert torch.equal(stats, counts + 1) and counts.dtype == torch.int32
+            values, scales = rows if is_quantized else (rows, None)
+            assert values.shape == (drawn.each, n * most, columns) and values.is_contiguous()
+            if scales is not None:
+                assert scales.dtype == torch.float32 and scales.shape == (*values.shape[:2], -(-columns // 128))
+                assert scales.stride(1) == 1 and values.dtype == torch.float8_e4m3fn
+            results = torch.full((drawn.each, n * most, columns), float("nan"), dtype=dtype, device=device)
+            for expert in range(drawn.each):
+                own = rank * drawn.each + expert
+                came = [
+                    (s, t) for s, all_ in enumerate(drawn.chosen) for t, row in enumerate(all_.tolist()) if own in row
+                ]
+                assert counts[expert] == len(came)
+                for slot, (sender, token) in enumerate(came):
+                    wanted = drawn.x[sender][token]
+                    if scales is None:
+                        assert torch.equal(values[expert, slot].cpu(), wanted)
+                    else:
+                        small, scale = (part[0] for part in float8_and_scales(wanted[None]))
+                        assert torch.equal(bits(values[expert, slot]), bits(small))
+                        assert torch.equal(scales[expert, slot].cpu(), scale)
+                    results[expert, slot] = wanted.to(device) * (own + 1)
+            out = torch.empty_like(x) if number % 2 else None
+            y, event, hook = buffer.low_latency_combine(
+                results, chosen, gates, handle, async_finish=is_async, return_recv_hook=not is_async, out=out
+            )
+            hook()
+            event.current_stream_wait()
+            buffer.comm.synchronize()
+            assert out is None or y.data_ptr() == out.data_ptr()
+            factor = torch.where(drawn.chosen[rank] >= 0, drawn.gates[rank] * (drawn.chosen[rank] + 1), 0.0)
+            expected = drawn.x[rank].double() * factor.double().sum(1, keepdim=True)
+            scale = float((drawn.x[rank].abs().amax(1, keepdim=True) * factor.abs().sum(1, keepdim=True)).max(
+            )) if len(expected) else 1.0  # fmt: skip
+            check_close(y, expected, number, scale=max(scale, 1e-3) * (2 if dtype == torch.bfloat16 else 1))
+
+
+X = torch.zeros(3, 8)
+CHOSEN = torch.tensor([[0, 1], [1, -1], [-1, -1]])
+SLOTS = {"topk_idx": CHOSEN, "num_max_dispatch_tokens_per_rank": 4, "num_experts": 2}
+MISTAKES: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "get_dispatch_layout",
+        {"topk_idx": CHOSEN.int(), "num_experts": 3},
+        "num_experts (value=3, allowed=multiples of 2)",
+    ),
+    ("get_dispatch_layout", {"topk_idx": CHOSEN.float(), "num_experts": 2}, "dtype of topk_idx (value=torch.float32"),
+    ("dispatch", {"x": X}, "num_tokens_per_rank (value=NoneType, allowed=a tensor)"),
+    ("dispatch", {"x": X, "num_worst_tokens": 8}, "num_worst_tokens, which is not there on one node (value=8"),
+    ("dispatch", {"x": X, "handle": (1, 2)}, "handle is no DispatchHandle"),
+    ("dispatch", {"x": X, "config": 20}, "config (value=int, allowed=deep_ep.Config, None)"),
+    ("dispatch", {"x": (X, X)}, "dtype of values of x (value=torch.float32"),
+    ("dispatch", {"x": (X.to(torch.float8_e4m3fn), X[:2])}, "shapes of values and scales"),
+    ("dispatch", {"x": X, "layout": (2, 2, 2)}, "layout (value=2, 2, (2, 2), allowed=2, multiples of 2, (3, 2))"),
+    ("dispatch", {"x": X, "layout": (2, 2, 3), "topk_idx": CHOSEN, "topk_weights": X}, "shapes of topk_idx and topk_w"),
+    ("combine", {"x": X, "handle": None}, "handle (value=NoneType, allowed=DispatchHandle)"),
+    ("combine", {"x": X, "bias": X, "handle": None}, "bias, which is not there on one node (value=Tensor"),
+    (
+        "low_latency_dispatch",
+        {"x": X, **SLOTS, "use_ue8m0": True},
+        "use_ue8m0, which is not there on one node (value=True",
+    ),
+    (
+        "low_latency_dispatch",
+        {"x": X[:2], **SLOTS},
+        "equal numbers of tokens of x and topk_idx (value=2, 3, allowed=0..4)",
+    ),
+    (
+        "low_latency_dispatch",
+        {"x": torch.zeros(3, 7), **SLOTS},
+        "columns of x in float8 (value=7, allowed=multiples of 2)",
+    ),
+    ("low_latency_combine", {"x": X, "topk_idx": CHOSEN, "topk_weights": X, "handle": 1}, "handle (value=int"),
+]
+
+
+@on_ranks(2, interpreted=True)
+@pytest.mark.parametrize("number", range(0, len(MISTAKES), 4))
+def test_mistakes_are_refused_on_every_rank(group: dist.ProcessGroup, number: int) -> None:
+    """By one rank, whose peer learns of it, before a byte moves; the calls after it are right."""
+    with buffer_of(group) as buffer:
+        layout_names = "num_tokens_per_rank", "num_tokens_per_expert"
+        for call, arguments, message in MISTAKES[number : number + 4]:
+            given = dict(arguments)
+            if "layout" in given:
+                *sizes, tokens = given.pop("layout")
+                given |= {
+                    name: torch.zeros(size, dtype=torch.int32) for name, size in zip(layout_names, sizes, strict=True)
+                }
+                given["is_token_in_rank"] = torch.zeros(tokens, 2, dtype=torch.bool)
+            if buffer.rank == 0:
+                with pytest.raises((ValueError, TypeError)) as caught:
+                    getattr(buffer, call)(**given)
+                assert str(caught.value).startswith(f"{call}: ") and message in str(caught.value), caught.value
+            elif call != "get_dispatch_layout":
+                with pytest.raises(PeerError, match=call):
+                    buffer.low_latency_dispatch(X, CHOSEN, 4, 2)
+        (rows, _), counts, *_ = buffer.low_latency_dispatch(X, CHOSEN, 4, 2)
+        assert counts.tolist() == [4 if buffer.rank else 2] and rows.shape == (1, 8, 8)
+
+
+@on_ranks(2, interpreted=True)
+def test_ranks_that_differ_are_told_apart(group: dist.ProcessGroup) -> None:
+    with buffer_of(group) as buffer, pytest.raises((MismatchError, PeerError), match="low_latency_dispatch"):
+        buffer.low_latency_dispatch(X, CHOSEN, 4 + buffer.rank, 2)
+
+
+def test_what_one_node_does_not_have_is_refused_without_ranks() -> None:
+    with pytest.raises(ValueError, match=r"Buffer: enable_shrink, .* \(value=True, allowed=None, False, 0\)"):
+        deep_ep.Buffer(None, enable_shrink=True)
+    with pytest.raises(ValueError, match=r"Buffer: num_rdma_bytes .* \(value=64, allowed=0\)"):
+        deep_ep.Buffer(None, 0, 64)
+    for make in (lambda: deep_ep.Config(0), lambda: deep_ep.Buffer.set_num_sms(-1)):
+        with pytest.raises(ValueError, match=r"num_sms \(value=-?[01], allowed=1\.\.\)"):
+            make()
+
+
+def test_settings_follow_the_number_of_compute_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deep_ep.Buffer, "num_sms", 24)
+    for config in (deep_ep.Buffer.get_dispatch_config(2), deep_ep.Buffer.get_combine_config(3)):
+        assert config.num_sms == 24 and config.get_rdma_buffer_size_hint(64, 2) == 0
+        assert config.get_nvl_buffer_size_hint(64, 2) == 2 * 256 * 64
+    deep_ep.Buffer.set_num_sms(32)
+    assert deep_ep.Buffer.num_sms == 32 == deep_ep.Buffer.get_dispatch_config(2).num_sms
+    # Of 2 * 4 rows: bfloat16, and float8 with one scale, whose places are multiples of 16 bytes.
+    assert deep_ep.Buffer.get_low_latency_rdma_size_hint(4, 128, 2, 8) == 8 * (256 + 128 + 16)
+    with deep_ep.EventOverlap() as event:
+        assert event.event is None
+    assert deep_ep.Buffer.capture().event is None or torch.cuda.is_available()
+
+
+def test_programs_import_it_by_deep_eps_name_once_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
+    monkeypatch.setitem(sys.modules, "deep_ep", deep_ep)
+    monkeypatch.delitem(sys.modules, "deep_ep")
+    assert importlib.util.find_spec("deep_ep") is None
+    for _ in range(2):
+        deep_ep.install()
+    assert importlib.import_module("deep_ep") is deep_ep and importlib.util.find_spec("deep_ep") is not None
+    monkeypatch.setitem(sys.modules, "deep_ep", torch)
+    with pytest.raises(RuntimeError, match="another module deep_ep is imported already"):
+        deep_ep.install()
