@@ -27,6 +27,7 @@ from sidelane.ops import (
     embedding,
     embedding_backward,
     embedding_tables,
+    expert_slots,
     experts,
     gemm,
     gemv,
@@ -403,6 +404,16 @@ def test_rows_that_are_sums_compile(terms: int, has_factors: bool) -> None:
     kinds = f"*bf16 *bf16 *i32 {'*fp32' if has_factors else '*bf16 *i32'} i32 i32 i32 i32"
     known = ("x", "output", "columns", "x_stride", "own", "own_stride")[: 4 if has_factors else 6]
     text, registers, stack = compiled(experts.KERNEL, kinds, constants, 4, multiples=known)
+    assert stack <= 8 and registers <= 128, (registers, stack)
+    assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_rows_for_slots_of_experts_compile(dtype: str) -> None:
+    kinds = f"*{dtype} *i32 *{dtype} i32 i32 i32 i32 i32 i32"
+    known = ("x", "output", "columns", "x_stride", "expert_stride", "row_stride")
+    constants = {"TERMS": 8, "COLS": expert_slots.COLS, "column_stride": 1}
+    text, registers, stack = compiled(expert_slots.KERNEL, kinds.removesuffix(" i32"), constants, 4, multiples=known)
     assert stack <= 8 and registers <= 128, (registers, stack)
     assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
 

@@ -256,7 +256,7 @@ class GroupDispatcher:
         name, is_sized = operation.name, operation.repeats
         key = call.key or (name, None, first.dtype, first.device), call.is_async, call.nbytes * is_sized
         row = self._left.get(key)
-        if self._captures() and (call.is_async or row is None):
+        if self._captures() and (call.is_async or row is None or not is_sized):
             return ""  # in a capture nothing can be agreed on, and no caller waits for the host
         made, may_leave = self.life.communicator(first.device), self._may_leave(operation, call.tensors)
         if not isinstance(made, Communicator) or not may_leave or (made.config.deterministic and call.adds_floats):
