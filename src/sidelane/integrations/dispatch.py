@@ -51,6 +51,7 @@ MOST_STAGED: Mapping[GroupOperation, tuple[float, float]] = MappingProxyType(
             (math.inf, 4 << 20),
         ),
         **dict.fromkeys((calls.ALL_TO_ALL_UNEVEN, calls.ALL_TO_ALL_LIST), (-1, -1)),
+        calls.BROADCAST: (math.inf, math.inf),
     }
 )
 """Bytes above which NCCL makes a call on ordinary tensors, synchronous and asynchronous, as staging takes longer.
@@ -82,7 +83,6 @@ class GroupDispatcher:
     def __init__(self, life: GroupLifetime) -> None:
         self.life, self.ledger = life, Ledger(life.ranks)
         self.names, self._registering = life.names, backends_of(life.other)
-        self._backends = {device.type: life.other._get_backend(device) for device in life.other._device_types}
         for backend in self._registering:
             backend.life = weakref.ref(life)  # which refers to the other group, and that to this backend
         self._can_capture = torch.cuda.is_available()
@@ -146,23 +146,29 @@ class GroupDispatcher:
                 observed.work = made = self.launch(operation, outputs, inputs, opts, args, detail, observed)
                 return made
         # A sparse tensor has no nbytes.
-        if not ((operation.repeats or operation in MOST_STAGED) and outputs) or outputs[0].layout is not torch.strided:
+        if not (operation in MOST_STAGED and outputs) or outputs[0].layout is not torch.strided:
             return self._run(GroupCall(operation, outputs, inputs, opts, args), observed)
         tensors, first = (*outputs, *inputs), outputs[0]
         device, is_async = first.device, opts.asyncOp
         key = (operation.name, detail, first.dtype, device)
         repeated, has_lists = self._repeated.get(key), operation.has_lists
         nbytes = calls.larger_bytes(outputs, inputs) if has_lists else max(first.nbytes, tensors[-1].nbytes)
-        is_left = nbytes > MOST_STAGED.get(operation, NEVER)[is_async] and self._may_leave(operation, tensors)
+        is_left = nbytes > MOST_STAGED[operation][is_async] and self._may_leave(operation, tensors)
         row = self._left.get((key, is_async, nbytes * operation.repeats), NO_ROW) if is_left else NO_ROW
         if row[-1] and self._coalescing is None and are_plain(tensors, *key[2:]) and not self._captures():
             self.ledger.note(row, "", nbytes)
             # The backend's own method, since torch's dispatcher in front of it takes as long as all of this.
-            method = getattr(self._backends[device.type], operation.method, None)
+            method = getattr(self.life.other._get_backend(device), operation.method, None)
             make = functools.partial(self._make_by_library, operation.method, args, method=method)
             return self._collect(self.life.orders[device.type].other(make, tensors, is_async), is_async, nbytes)
         on_thread = device.type == "cpu" and (opts.timeout > NO_TIMEOUT or self._captures())
-        work = None if is_left or on_thread else self._repeat(repeated, tensors, is_async)
+        work = None
+        if not is_left and not on_thread and repeated is not None:
+            try:
+                work = repeated.order.repeat(repeated, tensors, is_async)
+            except Exception as error:
+                self.life.explain(error)
+                raise
         if work is None or repeated is None:
             return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
         choice = repeated.calls.last_choice
@@ -171,17 +177,7 @@ class GroupDispatcher:
         self.ledger.note(repeated.row, choice.reason, nbytes)
         if observed is not None:
             observed.maker = self._maker(tensors)
-        return self._collect(work, is_async, nbytes)
-
-    def _repeat(
-        self, repeated: RepeatedCall | None, tensors: tuple[torch.Tensor, ...], is_async: bool
-    ) -> dist.Work | None:
-        """Make a call like an earlier one; return None, with nothing done, if there was none or it needs decisions."""
-        try:
-            return None if repeated is None else repeated.order.repeat(repeated, tensors, is_async)
-        except Exception as error:
-            self.life.explain(error)
-            raise
+        return self._collect(work, is_async, nbytes) if is_async or self._coalescing is not None else work
 
     def _collect(self, work: dist.Work, is_async: bool, nbytes: int) -> dist.Work:
         """Add a work to the lists that need it, and return it."""
@@ -222,7 +218,8 @@ class GroupDispatcher:
             work = order.run(lambda: self._make(call, device), call.tensors, call.outputs, call.is_async, call.timeout)
         if observed is not None and not call.refusal:
             observed.maker = self._maker(call.tensors)
-        return self._collect(work, call.is_async, call.nbytes)
+        is_async = call.is_async
+        return self._collect(work, is_async, call.nbytes) if is_async or self._coalescing is not None else work
 
     def _require_order(self, call: GroupCall, device: str) -> None:
         """Raise for a sum whose terms are added in no fixed order, if the settings ask for one."""

@@ -284,7 +284,8 @@ class StreamOrder:
             if call.communicator.repeat_call(call.kind, given, call.details, 0):
                 return ENDED
         elif given is not None and side is not None:
-            self._follow_other(side)
+            if self._ahead is not None:
+                self._follow_other(side)
             self._is_ahead = True
             mark = call.communicator.repeat_call(call.kind, given, call.details, side.handle)
             if mark:
@@ -345,7 +346,8 @@ class StreamOrder:
 
     def _join(self) -> None:
         """Make the current stream, on which a call of the communicator follows, wait for the group's."""
-        self._follow_other()
+        if self._ahead is not None:
+            self._follow_other()
         if self._side is not None and self._side.is_open:
             _wait_for(self._side)
             # A later call comes behind that call, whatever its stream; not in a capture, which other calls do not know.

@@ -104,6 +104,8 @@ def host_objection(ranks: int, nbytes: int) -> str:
     """Return the reason for which ``auto`` sends no words with flags of so many bytes to each peer through host memory;
     empty: it does.
     """
+    if torch.version.hip is not None:
+        return "no kernel through host memory has run on AMD's GPUs"
     most = HOST_CELLS_BYTES // max(1, ranks - 1)
     return f"fused takes up to {most} bytes through host memory" if nbytes > most else ""
 
