@@ -287,7 +287,7 @@ def _memory_words(machine: Machine, step: Step, sharding: str) -> list[str]:
     words = ", ".join(f"{name} {nbytes / 1e9:.0f}" for name, nbytes in parts.items())
     return [
         f"Each GPU has {machine.gpu.memory_gb:.0f} GB and needs about {memory.total / 1e9:.0f} GB {how}.",
-        f"GB by part: {words} (gradients come while activations go).",
+        f"GB: {words} (gradients replace activations).",
     ]
 
 
