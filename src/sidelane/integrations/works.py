@@ -131,7 +131,7 @@ class OtherWork(dist.Work):
         self._work, self._watch, self._peers, self._looks = work, watch, peers, looks
         self._maker = os.getpid()
         self._copies, self._copying = list(copies), threading.Lock()
-        self._stands_for = {id(copy): tensor for tensor, copy in copies}
+        self._stands_for = {id(copy): tensor for tensor, copy in copies} if copies else {}
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if os.getpid() != self._maker and not self._work.is_completed():
