@@ -129,7 +129,8 @@ def test_a_computation_takes_time(us: float):
         (Kind.ALL_REDUCE, 4, 5 << 20, 6 << 20),
         (Kind.ALL_GATHER, 2, 1024, 64 << 20),
         (Kind.ALL_TO_ALL, 2, 32 << 20, 64 << 20),
-        (Kind.REDUCE_SCATTER, 8, 31 << 20, 1 << 30),
+        (Kind.REDUCE_SCATTER, 8, 64 << 20, 1 << 30),
+        (Kind.BROADCAST, 2, 64 << 20, 128 << 20),
     ],
 )
 def test_through_host_memory(kind: Kind, ranks: int, kernel: int, engines: int) -> None:

@@ -229,6 +229,8 @@ def test_the_first_line_answers_for_machines_that_nobody_has():
     )
     assert "(no GPU reaches another one's memory)" in few and "simulated there: sm one_shot 14.5 us, dma " in few
     nodes = run("explain", "all_gather", "64M", "--machine", "2xh100x8").output
+    assert nodes.startswith("a process group takes flat: hierarchical ") and "Keep the vendor's library" not in nodes
+    nodes = run("explain", "all_gather", "64M", "--machine", "2xh100x8", "--beside", "compute").output
     assert nodes.startswith("a process group takes hierarchical: hierarchical ")
     assert "(predicted: never run there)\nKeep the vendor's library for this call: " in nodes
 

@@ -19,10 +19,8 @@ from sidelane.cli import help as help_of_commands
 from sidelane.cli.help import HelpEntry
 from sidelane.sizes import format_bytes, parse_bytes
 from sidelane_lab.baselines.roster import implementations
-from sidelane_lab.cli import model as cli_model
 from sidelane_lab.harness.help import GROUPS, GroupedCommand
 from sidelane_lab.harness.parameters import NameChoice, rounding
-from sidelane_lab.model.layer import MODELS
 
 NAMES = sorted(cli.main.list_commands())
 
@@ -178,7 +176,6 @@ def test_without_a_command_there_is_the_help() -> None:
 
 def test_choices_are_listed_once() -> None:
     assert run("c3", "--help").stdout.count("conccl_left") == 1
-    assert tuple(MODELS) == cli_model.PLANNED
 
 
 @pytest.mark.parametrize(("is_loading", "is_terminal"), [(True, True), (True, False), (False, True)])

@@ -45,7 +45,7 @@ COMMANDS: dict[str, set[str]] = {
     "claims --no-ranges": {"id", "claimed", "predicted", "role"},
     "figure 003/6 --no-ranges": {"study", "machine", "commit", "command", "rows"},
     "pipeline --machine mi300x8": PREDICTED,
-    "plan --model llama-8b-like --machine h200x2 --fsdp": PREDICTED,
+    "plan --model llama-8b-like --machine h200x2 --shard FSDP2": PREDICTED,
     "fused --machine mi210x4 --ops gemv_all_reduce --shape 8192,8192,1": PREDICTED,
     "e2e --machine h200x2 --workloads decode": PREDICTED,
     "power --machine mi300x8 --max-bytes 64M": PREDICTED,

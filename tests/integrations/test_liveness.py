@@ -138,6 +138,7 @@ def test_a_rank_that_leaves_another_node_is_named(
 ) -> None:
     monkeypatch.setenv("SIDELANE_TIMEOUT_S", "1000")
     monkeypatch.setenv("SIDELANE_VIRTUAL_NODES", "0,0,1,1")
+    monkeypatch.setenv("SIDELANE_BESIDE", "compute")
     _, said, errors = run(interpreter, tmp_path, LEAVES, 4, how, call)
     for text in said[:3]:
         assert text.startswith("PeerError (3,) "), f"{said}{errors}"

@@ -163,6 +163,26 @@ def test_a_wrong_call_on_one_rank_is_an_error_on_all(group: dist.ProcessGroup) -
 
 
 @on_ranks(4)
+def test_calls_that_nothing_hides_are_flat(group: dist.ProcessGroup) -> None:
+    """Steps are predicted to take longer; ranks that disagree about a computation would wait for each other."""
+    nodes = dataclasses.replace(config.current(), timeout_s=30, virtual_nodes=(0, 0, 1, 1))
+    with config.override(nodes):
+        flat = sidelane.wrap(group)
+        x = torch.full((50_000,), float(dist.get_rank(group)))
+        dist.all_reduce(x, group=flat)
+        last = sidelane.report().last
+        assert x.eq(6).all() and last is not None
+        assert last.why.startswith("flat: 2 nodes of 2, 2 ranks; one call is predicted to be sooner"), last
+        dist.destroy_process_group(flat)
+    beside = config.COMPUTE if dist.get_rank(group) == 2 else config.NOTHING
+    with (
+        config.override(dataclasses.replace(nodes, beside=beside)),
+        pytest.raises(ValueError, match=r"Config.beside differs \(value=\{0: 'nothing', 1: 'nothing', 2: 'compute'"),
+    ):
+        sidelane.wrap(group)
+
+
+@on_ranks(4)
 def test_ctrl_c_while_a_far_step_waits(group: dist.ProcessGroup) -> None:
     """Ctrl-C while a far step waits: all ranks name that one, and no end of a group waits for its far step."""
     layout = (0, 0, 1, 1)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import two_worlds
+from fake_driver import FakeDriver
 from made_up_gpus import made_up_gpus
 from native_driver import NativeDriver
 from on_ranks import default_stream, on_ranks
@@ -31,8 +33,9 @@ from sidelane import config
 from sidelane.collectives import backend_cpu, backend_cuda
 from sidelane.integrations import dispatch, ledger, lifetime, order, torch_world
 from sidelane.integrations.process_group import SidelaneGroup
-from sidelane.integrations.works import EndedWork
+from sidelane.integrations.works import EndedWork, OtherWork
 from sidelane.machine.peers import PeerMemory
+from sidelane.memory.heap import SymmetricHeap
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
 NOT_GLOOS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16)
@@ -338,14 +341,48 @@ def test_every_form_of_a_large_call_is_left_to_nccl(group: dist.ProcessGroup, fo
     """Fresh inputs each time, between calls that Sidelane makes; the bytes are Gloo's, for sums within rounding."""
     with left_to_library(group, 20_000) as ours:
         for n in (7, 30_001, 7, 30_001, 30_002):
-            with mock.patch.object(dispatch, "all_ordinary", return_value=False):
+            by_sidelane = mock.patch.object(SymmetricHeap, "is_empty", False)
+            with by_sidelane, mock.patch.object(dispatch, "is_outside", return_value=False):
                 expected = form(ours, torch.float32, n, a)  # by Sidelane, however large
             for found, wanted in zip(form(ours, torch.float32, n, a), expected, strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
         rows = sidelane.report().rows
         assert {row.where for row in rows} == {"nccl", "sidelane"}
-        (why,) = {row.why for row in rows if row.where == "nccl"}
-        assert why.removeprefix("asynchronous, ").startswith("ordinary tensors of more than 20000; in")
+        for why in {row.why for row in rows if row.where == "nccl"}:
+            sizes = "(more than 20000|sizes that peers do not know)"
+            assert re.match(rf"(asynchronous, )?ordinary tensors of {sizes}; in a sidelane.pool", why), why
+
+
+@on_ranks(3)
+def test_parts_of_several_sizes_are_left_to_nccl_by_groups_without_symmetric_memory(group: dist.ProcessGroup) -> None:
+    """In every form, also on a rank without any bytes, which cannot tell by its tensors; then Sidelane makes them."""
+    draw, device = random.Random(5), torch.get_default_device()
+    with left_to_library(group) as ours:
+        size, rank = ours.size(), ours.rank()
+        for where in ("nccl", "sidelane"):
+            ledger.reset()
+            for step in range(12):
+                idle = draw.randrange(-1, size)
+                sizes = [[draw.randrange(4) * (idle not in (src, dst)) for dst in range(size)] for src in range(size)]
+                if step % 3 == 0:  # Gloo takes lists of equal sizes only
+                    sizes = [[step] * size] * size
+                sent = [torch.full((count,), 10.0 * rank + step) for count in sizes[rank]]
+                received = [torch.zeros(row[rank]) for row in sizes]
+                output, is_async = torch.zeros(sum(map(len, received))), draw.random() < 0.5
+                counts = [len(each) for each in received]
+                if step % 3 == 0:
+                    work = dist.all_to_all(received, sent, ours, async_op=is_async)
+                elif step % 3 == 1:
+                    work = dist.all_to_all_single(output, torch.cat(sent), counts, sizes[rank], ours, is_async)
+                else:
+                    work, output = None, functional.all_to_all_single(torch.cat(sent), counts, sizes[rank], ours)
+                    output = functional.wait_tensor(output)
+                if work is not None:
+                    work.wait()
+                found = torch.cat(received) if step % 3 == 0 else output
+                assert found.tolist() == [10.0 * src + step for src in range(size) for _ in range(counts[src])], step
+            assert {row.where for row in sidelane.report().rows} == {where}
+            assert ours.communicator(device).empty(64).numel() == 64
 
 
 @on_ranks(2)
@@ -371,12 +408,11 @@ def test_what_staging_makes_slower_is_decided_by_measured_sizes(group: dist.Proc
 @on_ranks(2)
 def test_through_host_memory_no_large_call_is_left_to_nccl(group: dist.ProcessGroup) -> None:
     """The sizes were measured between GPUs that reach each other's memory; without it, NCCL stages as well."""
-    with left_to_library(group, 20_000) as ours:
-        for through_host, where in ((True, "sidelane"), (False, "nccl"), (True, "sidelane")):
-            ledger.reset()
-            with mock.patch.object(backend_cpu.CpuBackend, "peers", PeerMemory(through_host)):
-                tensor = torch.full((30_001,), float(ours.rank()))
-                dist.all_reduce(tensor, group=ours)
+    for through_host, where in ((True, "sidelane"), (False, "nccl")):
+        peers = mock.patch.object(backend_cpu.CpuBackend, "peers", PeerMemory(through_host))
+        with peers, left_to_library(group, 20_000) as ours:
+            tensor = torch.full((30_001,), float(ours.rank()))
+            dist.all_reduce(tensor, group=ours)
             assert tensor.eq(1).all() and [row.where for row in sidelane.report().rows] == [where]
 
 
@@ -795,24 +831,68 @@ def test_every_form_on_the_path_of_gpus(pool: RankPool) -> None:
         assert made > 80
 
 
-def test_asynchronous_calls_of_nccl_are_in_order_from_the_first_on() -> None:
-    """They run on the stream of Sidelane's, which may come later; in a graph, where the capture is."""
-    tensor, on = torch.zeros(1), list[int]()
+class LibraryWork(dist.Work):
+    """A call of a library on a stream of the library's own, as NCCL's are, behind the current one."""
+
+    def __init__(self, driver: FakeDriver, stream: int, run: Callable[[], object]) -> None:
+        super().__init__()
+        self.driver, self.end = driver, driver.create_event()
+        pass_on(driver, driver.caller, stream)
+        driver.do(stream, run)
+        driver.submit([driver.bind_record(self.end, stream)])
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        self.driver.submit([self.driver.bind_wait(self.end, self.driver.caller)])
+        return True
+
+
+def pass_on(driver: FakeDriver, first: int, then: int) -> None:
+    """Let a stream wait for another one."""
+    event = driver.create_event()
+    driver.submit([driver.bind_record(event, first)])
+    driver.submit([driver.bind_wait(event, then)])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_calls_of_nccl_and_of_sidelane_run_in_one_order(seed: int) -> None:
+    """From the first on, from two streams, on which their callers wait now, later or never; in a graph, in the capture.
+
+    Synchronous calls come from one of the streams, for which the other one waits.
+    """
+    draw, done, kept, tensor = random.Random(seed), list[int](), list[dist.Work](), torch.zeros(1)
     with made_up_gpus(is_async=True) as driver:
-        streams = order.StreamOrder(mock.Mock)
-
-        def call() -> dist.Work:
-            on.append(driver.caller)
-            return EndedWork()
-
+        streams, library = (driver.caller, driver.create_stream()), driver.create_stream()
+        order_of_calls = order.StreamOrder(mock.Mock)
         driver.begin_capture()
-        streams.other(call, [tensor], True)
+        order_of_calls.other(EndedWork, [tensor], True)
         driver.end_capture()
-        streams.other(call, [tensor], False)
-        streams.other(call, [tensor], True)
-        streams.run(call, [tensor], [tensor], True, timedelta())
-        assert on[:2] == [driver.caller] * 2 and on[2] == on[3] != driver.caller
+        for number in range(60):
+            driver.caller, is_async = streams[draw.random() < 0.3], draw.random() < 0.7
+            if not is_async:
+                driver.caller = streams[0]
+
+            def run(number: int = number, pause_s: float = draw.choice((0, 0.002))) -> None:
+                time.sleep(pause_s)
+                done.append(number)
+
+            def call(run: Callable[[], None] = run, is_async: bool = is_async) -> dist.Work:
+                made = LibraryWork(driver, library, run)
+                if not is_async:
+                    made.wait()
+                return OtherWork(made, mock.Mock(), ())
+
+            if draw.random() < 0.5:
+                kept.append(order_of_calls.other(call, [tensor], is_async))
+            else:
+                job = functools.partial(lambda run: driver.do(driver.caller, run), run)
+                order_of_calls.run(job, [tensor], [tensor], is_async, timedelta())
+            if not is_async:
+                pass_on(driver, streams[0], streams[1])
+            if kept and draw.random() < 0.3:
+                driver.caller = draw.choice(streams)
+                draw.choice(kept[-3:]).wait()
         driver.synchronize()
+    assert done == list(range(60))
 
 
 @on_ranks(gpu=default_stream)

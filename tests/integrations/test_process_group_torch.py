@@ -354,19 +354,6 @@ def sharded(group: dist.ProcessGroup) -> torch.nn.Module:
 
 
 @on_ranks(2, gpu=default_stream)
-def test_fsdp_in_symmetric_memory(group: dist.ProcessGroup) -> None:
-    """FSDP2 that asks the group for memory gets what the group's calls need not stage."""
-    from torch.distributed.fsdp import FSDPModule
-
-    def ask(net: torch.nn.Module) -> None:
-        for module in net.modules():
-            if isinstance(module, FSDPModule):
-                module.set_allocate_memory_from_process_group_for_comm(True)
-
-    train_in_symmetric_memory(group, ask)
-
-
-@on_ranks(2, gpu=default_stream)
 def test_fsdp_is_enabled_by_the_group_without_a_line(group: dist.ProcessGroup) -> None:
     """FSDP2 gathers straight into its parameters where its calls are Sidelane's: on GPUs. A request for the group's
     memory, ``enable`` and a second model on the group change nothing of that, and models go when they are dropped."""
@@ -457,13 +444,10 @@ def test_models_on_a_group_share_no_buffers(group: dist.ProcessGroup) -> None:
 
 def train_in_symmetric_memory(group: dist.ProcessGroup, ask: Callable[[torch.nn.Module], None]) -> Any:
     """A model on a Sidelane group, which is returned, loses what it loses on Gloo; all its buffers are symmetric."""
-    device = torch.get_default_device()
     with sidelane_group(group) as wrapped:
         # The ranks keep it, too: torch remembers what it does with a mesh by the ranks of that, whatever its group.
         ours = dist.split_group(wrapped, [list(range(group.size()))])
     assert ours is not None
-    assert ours._get_backend(device).supports_tensor_alloc(device)
-    assert not wrapped._get_backend(torch.device("cpu")).supports_tensor_alloc(torch.device("cpu"))
     net, expected, symmetric = sharded(ours), on_cpu(lambda: losses_of(sharded(group), group)), []
     ask(net)
     kinds = ("all_gather", "reduce_scatter")

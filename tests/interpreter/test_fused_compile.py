@@ -27,6 +27,7 @@ from sidelane.ops import (
     embedding,
     embedding_backward,
     embedding_tables,
+    expert_slots,
     experts,
     gemm,
     gemv,
@@ -127,7 +128,7 @@ def test_stages_are_as_many_as_shared_memory_has_room_for(
     unit = types.SimpleNamespace(shared_memory_per_multiprocessor=kilobytes << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: unit)
     for tokens, stages in ((1, one_token), (16, dots)):
-        tiling = gemv.tiling_of(tokens)
+        tiling = gemv.tiling_of(tokens, 8192)
         room = gemv.shared_bytes_of(torch.device("cuda", 0), tiling.per_unit)
         assert tuple(tiling.stages_in(room, size, size, tokens) for size in (2, 4)) == stages
 
@@ -137,7 +138,7 @@ def test_stages_are_as_many_as_shared_memory_has_room_for(
     [(2, 1, 0, "bf16"), (2, 1, 1, "bf16"), (8, 1, 0, "fp32"), (2, 16, 0, "bf16"), (3, 16, 0, "fp32")],
 )
 def test_gemv_all_reduce_in_cells_compiles(ranks: int, tokens: int, stages: int, dtype: str) -> None:
-    tiling = gemv.tiling_of(tokens)
+    tiling = gemv.tiling_of(tokens, 8192)
     tiling = dataclasses.replace(tiling, stages=stages or tiling.stages)
     text, registers, stack = compiled_cells(tiling, CELLS.format(dtype, dtype), ranks=ranks, tokens=tokens)
     assert stack <= MOST_STACK_BYTES and registers <= tiling.registers, (registers, stack)
@@ -147,7 +148,7 @@ def test_gemv_all_reduce_in_cells_compiles(ranks: int, tokens: int, stages: int,
 
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_cells_load_ahead_stamp_as_well(tokens: int) -> None:
-    tiling = gemv.tiling_of(tokens)
+    tiling = gemv.tiling_of(tokens, 8192)
     kinds = CELLS.format("bf16", "bf16") + " *i64"
     text, *_ = compiled_cells(tiling, kinds, ranks=2, tokens=tokens, stamps=...)
     assert "globaltimer" in text and "cp.async.cg" in text
@@ -156,7 +157,7 @@ def test_cells_load_ahead_stamp_as_well(tokens: int) -> None:
 @pytest.mark.parametrize(("weight", "tokens"), [("fp8e4nv", 1), ("fp8e5", 1), ("fp8e4nv", 16)])
 def test_weights_of_8_bits_compile(weight: str, tokens: int) -> None:
     kinds = CELLS.replace("*{1} *{0}", "*{1} *{0} *fp32").format("bf16", weight)
-    tiling = gemv.tiling_of(tokens)
+    tiling = gemv.tiling_of(tokens, 8192)
     text, registers, stack = compiled_cells(tiling, kinds, ranks=2, tokens=tokens, scale=...)
     assert stack <= MOST_STACK_BYTES, (registers, stack)
     assert f"cvt.rn.f16x2.{'e4m3x2' if weight == 'fp8e4nv' else 'e5m2x2'}" in text, "what the GPU has for it"
@@ -200,6 +201,16 @@ def test_all_reduce_rms_norm_in_cells_compiles(dtype: str, words: int, one: bool
     if constants["WHOLE"]:
         assert "ld.volatile.global.v2.b64" in text and "st.global.v2.b64" in text, "cells go and come in wide accesses"
         assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+
+
+def test_cells_in_host_memory_are_loaded_once() -> None:
+    """No two loads touch the same 32 bytes, which would cross PCIe twice."""
+    for warps in (1, rms_norm.HOST_WARPS):
+        known = ("cells", "words", *NORM_TENSORS)
+        text, *_ = compiled(rms_norm_kernels.CELLS_KERNEL, NORM, norm_in_cells("bf16", 4096), warps, multiples=known)
+        polled = re.findall(r"ld\.volatile\.global\.v2\.b64 .*\[ (%rd\d+)", text)
+        twice = [address for address in polled if re.search(rf"add\.s64\s+{address}, %rd\d+, 16;", text)]
+        assert polled and bool(twice) == (warps == 1), (warps, polled)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -393,6 +404,16 @@ def test_rows_that_are_sums_compile(terms: int, has_factors: bool) -> None:
     kinds = f"*bf16 *bf16 *i32 {'*fp32' if has_factors else '*bf16 *i32'} i32 i32 i32 i32"
     known = ("x", "output", "columns", "x_stride", "own", "own_stride")[: 4 if has_factors else 6]
     text, registers, stack = compiled(experts.KERNEL, kinds, constants, 4, multiples=known)
+    assert stack <= 8 and registers <= 128, (registers, stack)
+    assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_rows_for_slots_of_experts_compile(dtype: str) -> None:
+    kinds = f"*{dtype} *i32 *{dtype} i32 i32 i32 i32 i32 i32"
+    known = ("x", "output", "columns", "x_stride", "expert_stride", "row_stride")
+    constants = {"TERMS": 8, "COLS": expert_slots.COLS, "column_stride": 1}
+    text, registers, stack = compiled(expert_slots.KERNEL, kinds.removesuffix(" i32"), constants, 4, multiples=known)
     assert stack <= 8 and registers <= 128, (registers, stack)
     assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
 

@@ -19,9 +19,9 @@ from triton.backends.compiler import GPUTarget
 from sidelane.device.language import compiling_for, is_nvidia
 from sidelane.device.launch import LaunchSite
 from sidelane.execute.cuda.kernel_launch import compile_for
-from sidelane.kernels import direct
+from sidelane.kernels import direct, ll
 from sidelane.kernels.tile_table import KernelPiece, Tiles, TileTable
-from sidelane.program.kernel import NARROW_BLOCKS
+from sidelane.program.kernel import HOST_BLOCKS, NARROW_BLOCKS
 
 H200 = GPUTarget("cuda", 90, 32)
 MOST_STACK_BYTES = 1024
@@ -61,6 +61,15 @@ def test_kernels_of_ones_own_compile(name: str) -> None:
         assert re.search(r"(red|atom)\.[a-z.]*release[a-z.]*sys[a-z.0-9]*add|(red|atom)[a-z.]*sys\.release\.add", text)
         assert text.count(".sys.acq_rel.add") == 1, "the last program"
     assert bool(signals) == (name != "waits_for") and waits and ".gpu.acq_rel.add" in text
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_words_that_are_stored_once_come_in_wide_loads(ranks: int) -> None:
+    site = LaunchSite(0, site_of(8).arenas[:ranks], 64, 1024, HOST_BLOCKS)
+    launch = ll.arrange(site, 16 * MB, 32 * MB, 128 << 10, AVERAGE, distinct=False, once=True)
+    text = compile_for(H200, launch.kernel, launch.constants, launch.warps).asm["ptx"]
+    assert "ld.volatile.global.v2.b64" in text and "st.global.v2.b64" in text
+    assert "ld.volatile.global.b64" not in text
 
 
 @pytest.mark.parametrize(("ranks", "available"), [(4, 227 << 10), (8, 227 << 10), (4, 163 << 10), (3, 0)])

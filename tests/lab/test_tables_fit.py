@@ -32,7 +32,7 @@ from sidelane_lab.model import plan as sim_plan
 from sidelane_lab.model.nodes import nodes_times
 from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers import command as claims
-from sidelane_lab.papers import dlrm, overlap, predictions
+from sidelane_lab.papers import overlap, predictions
 from sidelane_lab.papers.command import Survival, sensitivity_table
 from sidelane_lab.papers.figure_command import FIGURES, list_table, summary_table
 from sidelane_lab.papers.figures import ClaimPredictions
@@ -164,15 +164,6 @@ def of_plan() -> list[Table]:
     return [sim_plan.plan_table([sim_plan.TrainingPlan(machine, step, tuple(ways))]) for machine, ways in machines]
 
 
-def of_dlrm() -> list[Table]:
-    machine = named("mi210x1x128")
-    ways = {"an axis's, two links": 18.3, "a node's, four links": 9.1, "another": 12.0, "and another": 13.0}
-    found = (dlrm.Assumption("beside the end of a fused kernel", "200 Gbit/s is a link's", ways),)
-    one = dlrm.dlrm_times(machine, dlrm.DlrmPass(batch=16, tables=256))
-    study = dlrm.DlrmStudy({(16, 256): one}, found, {})
-    return [dlrm.shapes_table(machine, study), dlrm.assumptions_table(study)]
-
-
 def of_fused() -> list[Table]:
     shapes = {op: shapes[-1] for op, shapes in ON_GPUS.items()} | {"embedding_all_to_all": (256, 64, 70)}
     asked = [FusedOptions(ops=(op,), shapes=(shape,)) for op, shape in shapes.items()]
@@ -240,7 +231,6 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "collective --machine NODES": predicted_among_nodes,
     "pipeline": lambda: occupancy_tables(predict_pipelines(named("mi300x8"), overlap.ASKED)),
     "plan": of_plan,
-    "plan --model dlrm": of_dlrm,
     "replay": of_replay,
     "fused --machine": of_fused,
     "claims, sensitivity": of_sensitivity,

@@ -25,7 +25,7 @@ GROWTH = {"calls": 1.2, "objects": 1.02, "resident": 1.05, "descriptors": 1, "th
 def test_steps_of_random_sizes_neither_leak_nor_slow_down(where: str, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if where == "nodes":
-        environment["SIDELANE_VIRTUAL_NODES"] = "0,1,1,0"
+        environment |= {"SIDELANE_VIRTUAL_NODES": "0,1,1,0", "SIDELANE_BESIDE": "compute"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS[where]}"]
     command += [str(PROGRAM), where, str(STEPS), str(tmp_path)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2900, check=False)

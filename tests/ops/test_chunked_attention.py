@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -112,6 +113,38 @@ def test_layers_of_one_shape(group: dist.ProcessGroup) -> None:
             x.backward(grad)
             found.append([x.detach(), *(tensor.grad for tensor in inputs)])
         same(found[1], found[0], "three layers")
+
+
+@on_ranks(gpu=True, replays=6, timeout_s=170)
+def test_chunks_in_graphs(group: dist.ProcessGroup, replays: int) -> None:
+    """Forward and backward captured and replayed with new numbers, and eager calls between replays."""
+    with communicator(group) as comm:
+        n = comm.world_size
+        draw = functools.partial(
+            drawn, comm, batch=1, length=512 * n, heads=(8 * n, 4 * n), size=128, dtype=torch.bfloat16
+        )
+        given = draw(0)
+        inputs = [tensor.clone().requires_grad_() for tensor in given[:3]]
+
+        def run(chunks: int) -> list[Tensor]:
+            result = ops.sequence_parallel_attention(comm, *inputs, is_causal=True, chunks=chunks)
+            return [result.detach(), *torch.autograd.grad(result, inputs, given[3])]
+
+        run(2), run(1)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            captured = run(2)
+        for turn in range(replays):
+            with torch.no_grad():
+                for place, tensor in zip((*inputs, given[3]), draw(turn + 1), strict=True):
+                    place.copy_(tensor)
+            if turn % 3 < 2:
+                graph.replay()
+                found = captured
+            else:
+                found = run(2)
+            same([tensor.clone() for tensor in found], run(1), turn)
 
 
 @on_ranks(2)

@@ -236,6 +236,48 @@ def slots_and_back(group: dist.ProcessGroup, calls: int) -> None:
             check_close(y, expected, number, scale=max(scale, 1e-3) * (2 if dtype == torch.bfloat16 else 1))
 
 
+@on_ranks(gpu=fused, timeout_s=240)
+def test_graphs_hold_calls_whose_routing_changes(group: dist.ProcessGroup) -> None:
+    """Low latency with other experts in each replay, and a dispatch and a combine by a handle with other tokens."""
+    with buffer_of(group) as buffer:
+        n, most, columns = buffer.group_size, 8, 256
+        draw = torch.Generator(buffer.comm.device).manual_seed(buffer.rank)
+        x = torch.zeros(most, columns, dtype=torch.bfloat16)
+        chosen, gates = torch.zeros(most, 2, dtype=torch.int64), torch.ones(most, 2)
+
+        def fill() -> None:
+            x.copy_(torch.randint(-4, 5, x.shape, generator=draw))
+            chosen.copy_(torch.rand(most, 2 * n, generator=draw).topk(2).indices)
+
+        def layer() -> torch.Tensor:
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(x, chosen, most, 2 * n, use_fp8=False)
+            return buffer.low_latency_combine(rows, chosen, gates, handle)[0]
+
+        fill()
+        drawn = buffer.get_dispatch_layout(chosen, 2 * n)
+        names = "num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert", "is_token_in_rank"
+        *_, handle, _ = buffer.dispatch(x, topk_idx=chosen, topk_weights=gates, **dict(zip(names, drawn, strict=False)))
+        homes = drawn[3].sum(1, keepdim=True)
+        assert handle is not None
+
+        def again() -> torch.Tensor:
+            return buffer.combine(buffer.dispatch(x, handle=handle)[0], handle)[0]
+
+        for call in (layer, again):
+            call()
+        buffer.comm.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            y, sums = layer(), again()
+        for _ in range(5):
+            graph.replay()
+            buffer.comm.synchronize()
+            torch.cuda.synchronize()
+            assert torch.equal(y, 2 * x) and torch.equal(sums, homes * x)
+            fill()
+        graph.reset()
+
+
 X = torch.zeros(3, 8)
 CHOSEN = torch.tensor([[0, 1], [1, -1], [-1, -1]])
 SLOTS = {"topk_idx": CHOSEN, "num_max_dispatch_tokens_per_rank": 4, "num_experts": 2}

@@ -22,7 +22,7 @@ from sidelane.errors import UnavailableError
 from sidelane.machine.peers import PeerMemory
 from sidelane.ops.gemv import GemvAllReduce
 from sidelane.ops.handle import FLOAT8S, INTERPRETED
-from sidelane.ops.rms_norm import AllReduceRmsNorm
+from sidelane.ops.rms_norm import AllReduceRmsNorm, is_worth_it
 
 Compared = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -137,6 +137,8 @@ def test_what_auto_takes_through_host_memory(group: dist.ProcessGroup) -> None:
             assert "fused: words with flags through host memory" in ops.explain(comm, op, *small)
             assert "unfused: fused takes " in ops.explain(comm, op, *large, captured=True)
         assert "unfused: it has no kernel" in ops.explain(comm, "embedding_all_to_all", 512, 16, 70)
+        sums = [torch.empty(tokens, 8192, dtype=torch.bfloat16) for tokens in (8, 9)]
+        assert [is_worth_it(comm, x) for x in sums] == [True, False]
         with pytest.raises(UnavailableError, match=r"schedule through host memory \(value=pushed"):
             ops.all_reduce_rms_norm(comm, torch.ones(1, 8), None, torch.ones(8), schedule="pushed", method="fused")
 

@@ -14,11 +14,12 @@ from accesses import BARRIER, LOAD, POLL, STORE, Access, recorded
 from fused_ops import communicator, teams_of_programs
 from marks import long
 from ranks import Crew
-from shadows import fused_dispatch_gemm, fused_embedding, fused_gemm, fused_gemv, fused_rms_norm
+from shadows import fused_combine, fused_dispatch_gemm, fused_embedding, fused_gemm, fused_gemv, fused_rms_norm
 from shadows.blocks import block_of
 
 from sidelane import Communicator
 from sidelane.device import layout
+from sidelane.ops.decode_context import CombineAttention
 from sidelane.ops.dispatch_gemm import AllToAllGemm
 from sidelane.ops.embedding import EmbeddingAllToAll
 from sidelane.ops.embedding_backward import EmbeddingBackward
@@ -285,6 +286,24 @@ def rms_norm_pushed(comm: Communicator) -> Iterator[Launched]:
     )
 
 
+def combine(comm: Communicator) -> Iterator[Launched]:
+    """A token of more heads than the ranks divide, in three blocks at most; rows with one and two cells behind them."""
+    n = comm.world_size
+    for heads, words in ((4 * n + 1, 3), (n + 1, 4)):
+        handle = CombineAttention(comm, 1, heads, words, torch.float32)
+        own = len(range(heads)[comm.rank :: n])
+        out, lse = torch.empty(1, own, words), torch.zeros(1, heads)
+        partial, of_out, pitch = torch.ones(1, heads, words), torch.empty(1, own), handle.options["PITCH"]
+        yield Launched(
+            functools.partial(handle.run, None, partial, lse, out, of_out, 2.0),
+            handle.kernel,
+            {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
+            fused_combine.cells(n, handle.programs, heads, words, pitch, counts=False),
+            placed(comm, "cells", handle.cells),
+            fused_combine.loaded_flags(n, heads, pitch),
+        )
+
+
 def embedding(comm: Communicator) -> Iterator[Launched]:
     """Uneven tables and an uneven batch; bags of one row of 16 bytes, in three blocks."""
     n, dim = comm.world_size, 4
@@ -364,6 +383,7 @@ KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {
     "rms_norm": rms_norm,
     "rms_norm_of_teams": rms_norm_of_teams,
     "rms_norm_pushed": rms_norm_pushed,
+    "combine": combine,
     "embedding": embedding,
     "embedding_backward": embedding_backward,
     "gemm": gemm,
@@ -371,7 +391,7 @@ KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {
 }
 
 
-SHADOWED = ("gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "dispatch_gemm")
+SHADOWED = ("gemv", "rms_norm", "combine", "embedding", "embedding_backward", "gemm", "dispatch_gemm")
 
 
 @pytest.mark.parametrize(
@@ -391,7 +411,14 @@ def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size
 @pytest.mark.parametrize(
     ("kind", "mistake"),
     [
-        *(("gemv", "copy"), ("gemv", "sent"), ("gemv", "waited"), ("embedding_backward", "flag")),
+        *(
+            ("combine", "sent"),
+            ("combine", "waited"),
+            ("gemv", "copy"),
+            ("gemv", "sent"),
+            ("gemv", "waited"),
+            ("embedding_backward", "flag"),
+        ),
         *(("rms_norm", "sent"), ("rms_norm", "waited"), ("rms_norm_pushed", "copy"), ("rms_norm_pushed", "order")),
         *(("rms_norm_of_teams", "sent"), ("rms_norm_of_teams", "waited"), ("rms_norm_of_teams", "flag")),
         *(("dispatch_gemm", "copy"), ("dispatch_gemm", "order"), ("dispatch_gemm", "waited")),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from contracts import map_spans
 from kernel_mistakes import changed, edited, moves, signals_before_stores, without_flags
-from shadows import fused_dispatch_gemm, fused_embedding, fused_gemm, fused_gemv, fused_rms_norm
+from shadows import fused_combine, fused_dispatch_gemm, fused_embedding, fused_gemm, fused_gemv, fused_rms_norm
 
 from sidelane.errors import ProgramError
 from sidelane.program.collective import Buffer, Span
@@ -74,6 +74,23 @@ def test_mistakes_of_gemvs_in_cells_are_refused() -> None:
     refuse(right, "a cell that is not waited for", without(Wait, lambda flag: flag.index in (6, 21)))
     refuse(right, "a rank's own cell that is not waited for", without(Wait, lambda flag: flag.index in (0, 15)))
     refuse(right, "a cell that is never sent", without(Signal, lambda flag: flag.index in (6, 21)))
+    refuse(right, "a generation before its data", signals_before_stores)
+    with pytest.raises(ProgramError):
+        verify_sequence(right[:1])  # one place for all generations
+        pytest.fail("accepted: one place")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_combine_attention_is_proved(n: int) -> None:
+    """Ranks with as many heads and with one more, in one block and in several, with one and two cells behind a row."""
+    for more, blocks, words, pitch in ((0, 1, 1, 2), (0, 1, 2, 4), (n, 2, 1, 2), (n + 1, 2, 2, 4), (1, 1, 3, 4)):
+        verify_sequence(fused_combine.cells(n, blocks, n + more, words, pitch))
+
+
+def test_mistakes_of_merged_heads_are_refused() -> None:
+    right = fused_combine.cells(3, 2, 7, 1, 2)
+    refuse(right, "a cell that is not waited for", without(Wait, lambda flag: flag.index in (6, 24)))
+    refuse(right, "a cell that is never sent", without(Signal, lambda flag: flag.index in (6, 24)))
     refuse(right, "a generation before its data", signals_before_stores)
     with pytest.raises(ProgramError):
         verify_sequence(right[:1])  # one place for all generations

@@ -53,7 +53,7 @@ def test_the_floor_is_what_a_node_sends_by_all_of_its_nics():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_steps_are_those_that_a_process_group_runs(kind):
     nbytes = 8 << 20
-    times, nodes = nodes_times(TWO, kind, nbytes), nodes_of([8, 8])
+    times, nodes = nodes_times(TWO, kind, nbytes, beside=True), nodes_of([8, 8])
     count = nbytes // 4 // (1 if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else 16)
     plan = make_plan(kind, nodes, 0, (count,), pieces_of(times.choice, nbytes))
     assert pieces_of(times.choice, nbytes) == 2
@@ -89,7 +89,7 @@ def test_what_is_not_modelled_is_refused():
 
 def test_explain_predicts_the_steps_on_a_machine_of_several_nodes():
     """It had predicted one node."""
-    shown = run("explain all_gather 16M --machine h100x8x2")
+    shown = run("explain all_gather 16M --machine h100x8x2 --beside compute")
     assert shown.exit_code == 0, shown.output
     for words in (
         "among 16 ranks",
@@ -98,17 +98,21 @@ def test_explain_predicts_the_steps_on_a_machine_of_several_nodes():
         "never run there",
     ):
         assert words in shown.output
-    written = json.loads(run("explain all_gather 16M --machine h100x8x2 --json -").output)
+    written = json.loads(run("explain all_gather 16M --machine h100x8x2 --beside compute --json -").output)
     assert written["flat_us"] > written["floor_us"] and written["steps"][-1]["end_us"] < written["hierarchical_us"]
+    alone = run("explain all_gather 16M --machine h100x8x2").output
+    assert "takes flat: hierarchical " in alone and "nothing hides it" in alone and "Steps of rank 0" not in alone
     flat = run("explain all_to_all 1M --machine mi210x1x128")
     assert "128 nodes of 1 rank; nothing to do within a node" in flat.output and "takes flat: flat " in flat.output
 
 
-@pytest.mark.parametrize("option", ["--in-place", "--graph", "--world-size 4", "--beside compute", "--tensors 3"])
+@pytest.mark.parametrize("option", ["--in-place", "--graph", "--world-size 4", "--beside-us 9", "--tensors 3"])
 def test_explain_refuses_options_that_are_not_modelled_among_nodes(option):
     shown = run(f"explain all_gather 16M --machine h100x8x2 {option}")
     assert shown.exit_code == 2
-    assert f"{option.split()[0]} does not go with the nodes of h100x8x2 (allowed=--dtype, --json" in shown.output
+    assert (
+        f"{option.split()[0]} does not go with the nodes of h100x8x2 (allowed=--dtype, --json, --beside" in shown.output
+    )
 
 
 def test_collective_predicts_all_ways_by_size():

@@ -1,22 +1,20 @@
-"""A training pass of DLRM on many nodes: the order of its nodes, fused against unfused, and the study of Figure 15."""
+"""A training pass of DLRM on many nodes: the order of its nodes, fused against unfused."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from sidelane.program.collective import Kind
-from sidelane_lab.cli.model import plan as command
 from sidelane_lab.machines.load import named, with_nodes
 from sidelane_lab.machines.spec import NetworkTopology
+from sidelane_lab.model.gangs import flat_us
 from sidelane_lab.model.nodes import least_us
-from sidelane_lab.papers import dlrm
 from sidelane_lab.papers.claims import published
+from sidelane_lab.papers.figure_command import figure_of
 from sidelane_lab.traces.chakra import read_chakra, write_chakra
 from sidelane_lab.traces.dlrm import COMPUTES, NETWORK, DlrmPass, all_reduce_us, dlrm_graph, dlrm_times, scheduled
 from sidelane_lab.traces.graph import NodeKind, TraceNode
@@ -41,9 +39,7 @@ def test_a_lane_runs_one_node_after_another_and_an_all_to_all_goes_first() -> No
     assert [one.start_us for one in scheduled(nodes)] == [0, 0, 25, 20, 10, 25]
 
 
-@pytest.mark.parametrize(
-    "step", [STEP, DlrmPass(batch=2, tables=1, bottom=40), DlrmPass(batch=512, tables=8, waits=True)]
-)
+@pytest.mark.parametrize("step", [STEP, DlrmPass(batch=2, tables=1, bottom=40), DlrmPass(batch=512, tables=8)])
 def test_passes_keep_their_order(step: DlrmPass) -> None:
     times = dlrm_times(TORUS, step)
     for nodes in (times.unfused, times.fused):
@@ -74,10 +70,10 @@ def test_gains_grow_with_samples_and_tables() -> None:
 
 def test_all_reduces_along_the_axes_are_slower_than_the_floor_and_faster_than_one_ring() -> None:
     nbytes = STEP.width**2 * 4
-    axes, ring = (all_reduce_us(TORUS, dataclasses.replace(STEP, axis_rings=way)) for way in (True, False))
-    assert least_us(TORUS, Kind.ALL_REDUCE, nbytes) < axes < ring
+    ring = flat_us(TORUS, Kind.ALL_REDUCE, nbytes)
+    assert least_us(TORUS, Kind.ALL_REDUCE, nbytes) < all_reduce_us(TORUS, STEP) < ring
     tree = dataclasses.replace(TORUS, links=dataclasses.replace(TORUS.links, network=NetworkTopology.FAT_TREE))
-    assert all_reduce_us(tree, STEP) == all_reduce_us(tree, dataclasses.replace(STEP, axis_rings=False))
+    assert all_reduce_us(tree, STEP) == flat_us(tree, Kind.ALL_REDUCE, nbytes)
 
 
 def test_a_graph_is_a_trace_of_chakra(tmp_path: Path) -> None:
@@ -93,47 +89,11 @@ def test_a_graph_is_a_trace_of_chakra(tmp_path: Path) -> None:
     assert exchanged[1] == pytest.approx(exchanged[0], abs=2)
 
 
-@pytest.fixture
-def few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out most ranges of the description and most of the sweep, which take some seconds."""
-    monkeypatch.setattr(dlrm, "SECTIONS", ("matmul.launch_us",))
-    monkeypatch.setattr(dlrm, "SWEPT_BATCHES", (8, 512))
-    monkeypatch.setattr(dlrm, "SWEPT_TABLES", (1, 16))
-
-
-def test_the_published_gain_is_inside_of_the_range(few_numbers: None) -> None:
-    study = dlrm.dlrm_study(TORUS, (256, 2048), (64,))
-    low, high = study.ends
-    assert low < published()["FU-SIM-01"]["value"] < high
-    assert study.percent == pytest.approx(sum(one.lower_percent for one in study.shapes.values()) / 2)
-    ranges = [high - low for low, high in (one.ends(study.percent) for one in study.assumptions)]
-    assert ranges == sorted(ranges, reverse=True), "what moves the mean most comes first"
-    assert {"speed of the network", "all-reduces", "sides of the torus"} <= {one.name for one in study.assumptions}
-    assert "inside the range" in dlrm.conclusions(study)[0]
-
-
-def test_the_command_writes_numbers_a_picture_and_traces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_numbers: None
-) -> None:
-    small = dlrm.dlrm_study(with_nodes(TORUS, 8), (256,), (1,))
-    monkeypatch.setattr(dlrm, "dlrm_study", lambda machine, progress: small)
-    words = ["--model", "dlrm", "--nodes", "8", "--report", str(tmp_path), "--json", str(tmp_path / "x.json")]
-    result = CliRunner().invoke(command, words)
-    assert result.exit_code == 0, result.output
-    assert "8 nodes of 1 x AMD Instinct MI210" in result.output and "Published: 21%" in result.output
-    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert rows[0]["published_percent"] == 21 and {row["row"] for row in rows} == {
-        "mean",
-        "assumption",
-        "shape",
-        "sweep",
-    }
-    assert {path.name for path in tmp_path.iterdir()} >= {
-        "dlrm-8.png",
-        "dlrm-8.json",
-        "dlrm-fused.et",
-        "dlrm-unfused.et",
-    }
+def test_the_figure_has_the_published_gain_inside_of_its_shapes() -> None:
+    (panel,) = figure_of("fused/15").predict(TORUS, False, "")
+    (band,) = panel.curves.values()
+    assert len(band.values) == len(panel.x) == 12
+    assert min(band.values) < 1 - published()["FU-SIM-01"]["value"] / 100 < max(band.values)
 
 
 @pytest.mark.parametrize(("nodes", "row"), [(8, 4), (64, 8), (12, 4), (7, 7)])
@@ -142,16 +102,6 @@ def test_a_torus_of_other_nodes_is_as_even_as_it_can_be(nodes: int, row: int) ->
     assert with_nodes(TORUS, 128) is TORUS
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ("--nodes 2..8", "allowed=one number with --model dlrm"),
-        ("--tokens 4096", "--tokens goes with a Llama"),
-        ("--machine h100x8x2", "value=2 of 8 GPUs, allowed=several of one GPU"),
-    ],
-)
-def test_what_a_pass_can_not_have_is_refused(words: str, problem: str) -> None:
-    result = CliRunner().invoke(command, ["--model", "dlrm", *words.split()])
-    assert result.exit_code == 2 and problem in " ".join(result.output.split())
-    with pytest.raises(ValueError, match="allowed=1 to 42, of all layers"):
-        DlrmPass(bottom=43)
+def test_nodes_of_several_gpus_are_refused() -> None:
+    with pytest.raises(ValueError, match="value=2 of 8 GPUs, allowed=several of one GPU"):
+        dlrm_times(named("h100x8x2"), STEP)

@@ -143,6 +143,13 @@ TASKS = {
                 "Experts",
                 ("route_experts", "ExpertRoutes", "dispatch_tokens", "combine_tokens", "all_to_all_rows"),
             ),
+            Section("sidelane.deep_ep.buffer", "DeepEP's interface: deep_ep.Buffer", ("DeepEpBuffer",)),
+            Section(
+                "sidelane.deep_ep.settings",
+                "DeepEP's interface: deep_ep.Config, EventOverlap and install",
+                ("DeepEpConfig", "EventOverlap", "install_deep_ep"),
+            ),
+            Section("sidelane.deep_ep.tokens", "DeepEP's interface: handles", ("DispatchHandle", "LowLatencyHandle")),
             Section(
                 "sidelane.ops",
                 "Long sequences",
@@ -151,6 +158,7 @@ TASKS = {
                     "sequence_parallel_attention",
                     "sequence_positions",
                     "register_attention",
+                    "combine_attention",
                 ),
             ),
             Section(

@@ -31,6 +31,9 @@ ORDERS = (REMOTE_FIRST, OBLIVIOUS)
 ROUTED = "gemm_all_to_all", "all_to_all_gemm"
 """Operators whose weight may be of several experts a rank."""
 
+GEMV = "gemv_all_reduce"
+"""Operator whose times are interpolated between measured shapes: tiles of few rows leave units idle."""
+
 WITHOUT_KERNEL = "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"
 """Operators that are split or unfused: fused kernels took longer at every shape (results/notes/kernels.md)."""
 
@@ -49,6 +52,14 @@ SPLIT_SPEED, PIECES = 0.95, 4
 ROW_PARTS, HIDDEN, ROW_PART_US = 2, 0.2, 30.0
 """Default number of parts of rows before all-reduces, share of all of these that products hide, and microseconds that a
 further part costs (results/h200x2/gemm-all-reduce.txt)."""
+
+GEMV_US, GEMV_SUM_US, GEMV_BYTES_PER_US = 5.5, 10.0, 4.3e6
+"""Microseconds that a fused GEMV takes beside its stream of weights, and those of a product and an all-reduce of its
+sums; rate of that stream where blocks fill the GPU (results/h200x2/gemv-grid.txt)."""
+
+GEMV_TILE_ROWS, GEMV_FEW_ROWS, GEMV_ALONE = 16, 4096, 0.65
+"""Number of rows of a tile, twice as many for several tokens and more rows than the second; rate of a block of several
+tokens that is alone on a compute unit, relative to that of the unit."""
 
 CALL_US, PART_US = 5.0, 2.7
 """Microseconds of a separate collective, and of a part in a graph (results/h200x2/probes.txt)."""
@@ -167,8 +178,8 @@ def choose_method(
     'unfused: 15 us expected, next fused 20 us; measured at 64, 64, 64, eager, own'
     >>> choose_method({"own": rows}, "all_to_all_gemm", 2, (64, 100, 64), ways=(FUSED, SPLIT, UNFUSED)).candidate.pieces
     4
-    >>> choose_method({"own": rows}, "gemv_all_reduce", 2, (64, 64, 1)).reason
-    'rule of thumb: no time of a shape like 64, 64, 1 (sidelane fused --keep measures)'
+    >>> choose_method({"own": rows}, "all_reduce_rms_norm", 2, (64, 64)).reason
+    'rule of thumb: no time of a shape like 64, 64 (sidelane fused --keep measures)'
     """
     for where, measured in tables.items():
         time = _nearest(measured, op, world_size, sizes, element_bytes, captured)
@@ -207,7 +218,60 @@ def _nearest(
     alike = [time for time in alike if time.captured == captured] or alike
     distant = [(_distances(time.sizes, sizes), time) for time in alike]
     close = [(distances, time) for distances, time in distant if max(distances) <= math.log(FARTHEST)]
-    return min(close, key=lambda found: (sum(found[0]), found[1].sizes))[1] if close else None
+    if op == GEMV:  # several tokens are dots, in other tiles
+        close = [one for one in close if (one[1].sizes[2] == 1) == (sizes[2] == 1)]
+    nearest = min(close, key=lambda found: (sum(found[0]), found[1].sizes))[1] if close else None
+    return nearest if nearest is None or op != GEMV else _interpolated(nearest, [time for _, time in close], sizes)
+
+
+def _interpolated(nearest: FusedTime, close: Sequence[FusedTime], sizes: tuple[int, ...]) -> FusedTime:
+    """Return the times of a GEMV between measured ones of as many tokens as the nearest, or beyond the outermost: each
+    is scaled by what arithmetic says of both shapes, and their mean is weighted by distance in rows and columns.
+
+    >>> known = ((8192, 21.0), (24576, 53.0))
+    >>> times = [FusedTime(GEMV, 2, True, (8192, size, 1), 2, {"fused": us}) for size, us in known]
+    >>> 36 < _interpolated(times[0], times, (8192, 16384, 1)).times["fused"] < 38
+    True
+    """
+
+    def expected(at: tuple[int, ...]) -> dict[str, float]:
+        found = expected_us(GEMV, nearest.world_size, at, nearest.element_bytes, captured=True)
+        assert found is not None
+        return found
+
+    alike = [time for time in close if time.sizes[2] == nearest.sizes[2]]
+    here, found = expected((*sizes[:2], nearest.sizes[2])), dict.fromkeys(nearest.times, 0.0)
+    for row, share in _between(sizes[0], sorted({time.sizes[0] for time in alike})):
+        same = {time.sizes[1]: time for time in alike if time.sizes[0] == row}
+        for column, part in _between(sizes[1], sorted(same)):
+            there = expected(same[column].sizes)
+            for method in found:
+                found[method] += share * part * same[column].times[method] * here[method] / there[method]
+    return dataclasses.replace(nearest, times={method: round(us, 2) for method, us in found.items()})
+
+
+def _between(size: int, known: Sequence[int]) -> list[tuple[int, float]]:
+    """Return the known sizes on both sides of one, with their shares in it; the first or last one alone beyond it."""
+    low, high = (
+        max((one for one in known if one <= size), default=known[0]),
+        min((one for one in known if one >= size), default=known[-1]),
+    )
+    share = 0.0 if low == high else (size - low) / (high - low)
+    return [(low, 1 - share), (high, share)] if share else [(low, 1.0)]
+
+
+def gemv_rate(sizes: tuple[int, ...]) -> float:
+    """Return the rate of a fused GEMV's stream of weights on an H200, relative to that of all units.
+
+    >>> gemv_rate((8192, 8192, 1)), [round(gemv_rate((rows, 9728, 4)), 2) for rows in (1024, 2048, 2560, 4096)]
+    (1.0, [0.32, 0.63, 0.61, 0.97])
+    """
+    rows, _, tokens = sizes
+    tiles = -(-rows // (GEMV_TILE_ROWS if tokens == 1 or rows <= GEMV_FEW_ROWS else 2 * GEMV_TILE_ROWS))
+    if tokens == 1:
+        return min(1.0, 1.3 * tiles / UNITS)  # a block of one token that is alone on a unit has more than its share
+    share = tiles / (-(-tiles // UNITS) * UNITS)
+    return share * GEMV_ALONE if tiles <= UNITS else share
 
 
 def _distances(one: tuple[int, ...], other: tuple[int, ...]) -> list[float]:
@@ -225,10 +289,14 @@ def expected_us(
     >>> expected_us("gemm_all_reduce", 2, (64, 4096, 8192), 2, captured=True)["unfused"]
     25.2
     """
-    if op not in ROUTED and op not in WITHOUT_KERNEL:
+    if op not in (GEMV, *ROUTED, *WITHOUT_KERNEL):
         return None
     rows, depth, columns = sizes
     n = world_size
+    if op == GEMV:
+        stream = rows * depth / n * element_bytes / GEMV_BYTES_PER_US
+        found = {"fused": GEMV_US + stream / gemv_rate(sizes), "unfused": GEMV_SUM_US + stream}
+        return {way: round(us, 1) for way, us in found.items()}  # C repeats the launches of eager calls
     moved = rows * columns * (n - 1) / n
     if op == "gemm_all_reduce":
         moved *= 2

@@ -321,8 +321,8 @@ class CudaWork(Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[self._backend.device])
-        with torch.cuda.stream(self._side.stream):  # behind all of which the streams of callbacks come
-            future.set_result(list(self.outputs))
+        # Behind all of that stream the streams of callbacks come.
+        self._side.within(functools.partial(future.set_result, list(self.outputs)))
         return future
 
 

@@ -17,8 +17,6 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from sidelane.choice import Choice
 from sidelane.collectives.agreement import Agreement, Request
 from sidelane.collectives.arguments import Arguments
@@ -318,14 +316,6 @@ def shape_of(arguments: Arguments, key: tuple[Hashable, ...], tensors: Sequence[
         addresses.append(address)
         end = address + nbytes
     return Shape(tuple(parts), tuple(addresses), distance, ordinary)
-
-
-def all_ordinary(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if contiguous tensors with an address are all ordinary memory, in no pool."""
-    if arguments.heap.pools and arguments.pool_offsets.reasons(tensors) is not None:
-        return False
-    anchors = (arguments.anchor(tensor, tensor.data_ptr(), tensor.nbytes, tensor.dtype) for tensor in tensors)
-    return not any(anchor != 0 for anchor in anchors)
 
 
 def tensor_indices(

@@ -34,18 +34,34 @@ class SideStream:
 
     def run(self, job: Callable[[], T]) -> T:
         """Run a function, which queues work, with this stream as the current one, behind the caller's work so far."""
-        stream, caller = self.stream, torch.cuda.current_stream(self.stream.device)
+        caller = torch.cuda.current_stream(self.stream.device)
         self.caller, self.is_open = caller, True
         self._event.record(caller)
-        stream.wait_event(self._event)
+        self.stream.wait_event(self._event)
+        return self.within(job, caller)
+
+    def within(self, job: Callable[[], T], caller: torch.cuda.Stream | None = None) -> T:
+        """Run a function with this stream as the current one; ``caller``: the one that is, if it is known."""
+        stream = self.stream
         if torch.cuda.current_device() != stream.device_index:
             with torch.cuda.stream(stream):
                 return job()
+        caller = caller or torch.cuda.current_stream(stream.device)
         torch.cuda.set_stream(stream)  # in half the time that the context takes
         try:
             return job()
         finally:
             torch.cuda.set_stream(caller)
+
+    def current(self) -> tuple[int, int, int]:
+        """Return the current stream, as :meth:`follow` takes it."""
+        return torch._C._cuda_getCurrentStream(self.stream.device_index)
+
+    def follow(self, other: tuple[int, int, int]) -> None:
+        """Let the current stream wait for all that another one has."""
+        if other != self.current():
+            stream = torch.cuda.Stream(stream_id=other[0], device_index=other[1], device_type=other[2])
+            torch.cuda.current_stream(self.stream.device).wait_stream(stream)
 
     def join(self) -> None:
         """Let the current stream wait for all that is queued here."""

@@ -11,12 +11,13 @@ This file is long for its signatures, which are DeepEP's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from sidelane.deep_ep import slots
 from sidelane.deep_ep.settings import DeepEpConfig, EventOverlap, check_units, refuse_set
@@ -98,10 +99,6 @@ class DeepEpBuffer:
     def destroy(self) -> None:
         """Release the memory once this rank's calls have ended. Idempotent, and no collective."""
         self.comm.close()
-
-    def get_comm_stream(self) -> torch.cuda.Stream | None:
-        """Return the stream of asynchronous calls; None on the CPU."""
-        return self._stream
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
@@ -196,8 +193,8 @@ class DeepEpBuffer:
             num_tokens_per_rdma_rank: None.
             is_token_in_rank: result of :meth:`get_dispatch_layout`.
             num_tokens_per_expert: result of :meth:`get_dispatch_layout`.
-            topk_idx: experts of each token, [T, k], int64 or int32; None if they are not to travel.
-            topk_weights: their gates, float32[T, k]; together with ``topk_idx``.
+            topk_idx: experts of each token, [T, k], int64 or int32; -1 for none.
+            topk_weights: their gates, float32[T, k].
             expert_alignment: number to whose multiples the returned numbers are rounded up.
             num_worst_tokens: 0.
             config: settings; None for :attr:`num_sms`.
@@ -242,17 +239,15 @@ class DeepEpBuffer:
             given = handle
             (found, _), event = self._run(lambda: send(given, []), (rows, beside, handle), async_finish, previous_event)
             return found, None, None, None, None, event
-        experts, k = len(counted[1]), routed[0].shape[1] if routed else 0
+        experts, k = len(counted[1]), routed[0].shape[1]
         compare_shapes(comm, name, str((*alike, experts, k)))
 
-        def route() -> tuple[Any, Tensor | None, Tensor | None, list[int], DispatchHandle]:
+        def route() -> tuple[Any, Tensor, Tensor, list[int], DispatchHandle]:
             made, numbers = exchange_layout(comm, counted)
-            found, words = send(made, [routed[0].int(), routed[1]] if routed else [])
-            if not words:
-                return found, None, None, numbers, made
-            expert = words[0].long() - self.rank * (experts // n)
+            found, (expert, gates) = send(made, [routed[0].int(), routed[1]])
+            expert = expert.long() - self.rank * (experts // n)
             is_here = (expert >= 0) & (expert < experts // n)
-            return found, torch.where(is_here, expert, -1), torch.where(is_here, words[1], 0.0), numbers, made
+            return found, torch.where(is_here, expert, -1), torch.where(is_here, gates, 0.0), numbers, made
 
         result, event = self._run(route, (rows, beside, counted, routed), async_finish, previous_event)
         found, expert, gates, numbers, made = result
@@ -370,7 +365,7 @@ class DeepEpBuffer:
             return slots.dispatch_to_slots(comm, x, topk_idx, most, each, stats, use_fp8)
 
         found, event = self._run(send, (x, topk_idx, stats), async_finish)
-        return *found, event, _nothing
+        return *found, event, lambda: None
 
     def low_latency_combine(
         self,
@@ -384,9 +379,7 @@ class DeepEpBuffer:
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: None = None,
-        *,
-        overlap: bool = False,
-        **of_overlap: object,
+        **overlap: object,
     ) -> tuple[Tensor, EventOverlap, Callable[[], None]]:
         """Return the sum of each token's results times their gates. Each rank first sums those of its own experts.
 
@@ -402,8 +395,7 @@ class DeepEpBuffer:
             return_recv_hook: see :meth:`low_latency_dispatch`.
             out: tensor for the result, contiguous; None makes one.
             combine_wait_recv_cost_stats: None.
-            overlap: False.
-            of_overlap: arguments of ``overlap``, without an effect.
+            overlap: arguments of overlap with a product in DeepEP's forks; all None, False or 0.
 
         Returns:
             Sums, [T, H], of x's dtype; float32 within a rank and between the ranks, rounded after both; the end of the
@@ -413,7 +405,7 @@ class DeepEpBuffer:
         """
         name, comm = "low_latency_combine", self.comm
         with reporting_refusals(comm, name):
-            refuse_set(name, use_logfmt=use_logfmt, zero_copy=zero_copy, overlap=overlap)
+            refuse_set(name, use_logfmt=use_logfmt, zero_copy=zero_copy, **overlap)
             refuse_set(name, wait_recv_cost_stats=combine_wait_recv_cost_stats)
             if not isinstance(handle, LowLatencyHandle):
                 raise TypeError(f"{name}: handle (value={type(handle).__name__}, allowed=LowLatencyHandle)")
@@ -437,7 +429,7 @@ class DeepEpBuffer:
             return slots.combine_slots(comm, values, gates, handle, sums)
 
         found, event = self._run(send, (x, gates, sums, handle), async_finish)
-        return found, event, _nothing
+        return found, event, lambda: None
 
     def _check_experts(self, name: str, topk_idx: object, experts: int) -> Tensor:
         found = check_tensor(name, "topk_idx", topk_idx, self.comm.device, INDICES, (2,))
@@ -463,7 +455,7 @@ class DeepEpBuffer:
 
     def _check_layout(
         self, name: str, tokens: int, layout: tuple[object, ...], topk_idx: object, topk_weights: object
-    ) -> tuple[TokenLayout, tuple[Tensor, Tensor] | None]:
+    ) -> tuple[TokenLayout, tuple[Tensor, Tensor]]:
         """Return the layout, and the experts of tokens with their gates."""
         (per_rank, per_expert, is_in_rank), device, n = layout, self.comm.device, self.group_size
         ranks = check_tensor(name, "num_tokens_per_rank", per_rank, device, INDICES, (1,))
@@ -472,8 +464,6 @@ class DeepEpBuffer:
         if len(ranks) != n or not len(experts) or len(experts) % n or mask.shape != (tokens, n):
             text = f"value={len(ranks)}, {len(experts)}, {tuple(mask.shape)}"
             raise ValueError(f"{name}: layout ({text}, allowed={n}, multiples of {n}, {(tokens, n)})")
-        if topk_idx is None and topk_weights is None:
-            return (ranks, experts, mask), None
         chosen = self._check_experts(name, topk_idx, len(experts))
         gates = check_tensor(name, "topk_weights", topk_weights, device, (torch.float32,), (2,))
         if len(chosen) != tokens or gates.shape != chosen.shape:
@@ -498,10 +488,10 @@ class DeepEpBuffer:
             self._stream.wait_event(previous.event)
         with torch.cuda.stream(self._stream):
             found = run()
-        for tensor in _tensors_of(used):
-            tensor.record_stream(self._stream)
-        for tensor in _tensors_of(found):
-            tensor.record_stream(current)
+        for stream, tensors in ((self._stream, used), (current, found)):
+            for tensor in tree_leaves(tensors):
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(stream)
         return found, EventOverlap(self._stream.record_event())
 
 
@@ -512,15 +502,3 @@ def _units(name: str, config: object) -> int:
     if not isinstance(config, DeepEpConfig):
         raise TypeError(f"{name}: config (value={type(config).__name__}, allowed=deep_ep.Config, None)")
     return config.num_sms
-
-
-def _tensors_of(found: object) -> Iterator[Tensor]:
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, tuple | list):
-        for part in found:
-            yield from _tensors_of(part)
-
-
-def _nothing() -> None:
-    """Do nothing: the call is work of the stream already."""

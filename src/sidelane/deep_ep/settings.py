@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Sequence
 from types import TracebackType
 
 import torch
@@ -47,11 +46,10 @@ class EventOverlap:
 
     Args:
         event: event of the GPU; None where there is nothing to wait for.
-        extra_tensors: tensors that are kept until this object goes.
     """
 
-    def __init__(self, event: torch.cuda.Event | None = None, extra_tensors: Sequence[Tensor] | None = None) -> None:
-        self.event, self.extra_tensors = event, extra_tensors
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        self.event = event
 
     def current_stream_wait(self) -> None:
         """Let the current stream wait for the event."""

@@ -1,8 +1,5 @@
 """Symmetric memory of a group: buffers for FSDP2's calls, and pools that programs register.
 
-``FSDPModule.set_allocate_memory_from_process_group_for_comm`` asks a group's backend for memory. The backends behind a
-Sidelane group answer with symmetric memory, which the group's calls move without a copy to stage it.
-
 Memory that others have allocated, such as NCCL's pools, can be registered: each rank exports its segments, and maps
 those of its peers. A tensor in a segment counts as symmetric by its offset, as one of ``Communicator.empty`` does, so
 the ranks must use corresponding tensors at the same offsets: NCCL's windows ask for the same.
@@ -10,7 +7,6 @@ the ranks must use corresponding tensors at the same offsets: NCCL's windows ask
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -78,11 +74,8 @@ class FsdpBuffers:
             free.append(whole)
 
 
-class Allocating:
-    """Mixin in front of a backend class of torch: symmetric memory of a group's communicator on the backend's device.
-
-    Ranks take it in one order. An allocation of 1/n of the elements of the one before it, among n ranks, gets ordinary
-    memory: FSDP2 scatters into it, so it becomes the gradient.
+class Registering:
+    """Mixin in front of a backend class of torch: pools of memory become symmetric in a group's communicator.
 
     Attributes:
         life: returns the maker of the group's communicators, a :class:`sidelane.integrations.lifetime.GroupLifetime`,
@@ -90,23 +83,6 @@ class Allocating:
     """
 
     life: Callable[[], Any] = staticmethod(lambda: None)
-    _last: int | None = None
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return True if there is memory for calls on such a device; alike on all ranks."""
-        life = self.life()
-        return life is not None and not life.no_memory(torch.device(device).type)
-
-    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of ``size`` elements, in ordinary memory if no room is left. Collective."""
-        life, device = self.life(), torch.device(device)
-        is_output = life is not None and self._last == size * len(life.ranks)
-        self._last = None if is_output else size
-        made: Communicator | None = None if is_output or life is None else life.for_memory(device)
-        with contextlib.suppress(UnavailableError):
-            if made is not None:
-                return made.empty(size, dtype=dtype)
-        return torch.empty(size, dtype=dtype, device=device)
 
     def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
         """Make all that a ``torch.cuda.MemPool`` holds now symmetric, so that the group's calls need not stage it.
@@ -120,8 +96,8 @@ class Allocating:
             symm: accepted for NCCL's sake; the segments are symmetric either way.
         """
         self.deregister_mem_pool(pool)  # NCCL registers what has come since, too
-        device = torch.device("cuda", torch.cuda.current_device())
-        made = self.life().for_memory(device) if self.supports_tensor_alloc(device) else None
+        device, life = torch.device("cuda", torch.cuda.current_device()), self.life()
+        made = None if life is None or life.no_memory("cuda") else life.for_memory(device)
         if made is not None:
             segments = [(each["address"], each["total_size"]) for each in pool.snapshot()]
             self._registered()[pool.id] = register_segments(made, segments, pool)

@@ -5,13 +5,12 @@ that every rank gives. Each rank handles by itself tensors that are not contiguo
 
 One choice depends on whether tensors are symmetric, too: NCCL makes large calls on ordinary ones
 (``dispatch.MOST_STAGED``). The ranks compare that in the first call of a size alone; in later ones it must be alike on
-all of them.
+all of them. Calls with parts of several sizes depend on whether the group has any symmetric memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -272,8 +271,10 @@ class GroupCall:
         elif operation is ALL_TO_ALL_UNEVEN:
             self.options = dict(zip(_SPLIT_SIZES, args[2:4], strict=True))
         elif operation is ALL_TO_ALL_LIST:
-            sizes = ([tensor.numel() for tensor in side] for side in (outputs, inputs))
-            self.options = dict(zip(_SPLIT_SIZES, sizes, strict=True))
+            self.options = {
+                name: [each.numel() for each in side]
+                for name, side in zip(_SPLIT_SIZES, (outputs, inputs), strict=True)
+            }
         self.refusal = self._refusal(op)
 
     def _refusal(self, op: str | None) -> str:
@@ -288,12 +289,6 @@ class GroupCall:
             if len({tensor.numel() for tensor in parts}) > 1:
                 return "parts of several sizes"
         return _refusal_of(known, op)
-
-    def without_tensors(self, outputs: Sequence[torch.Tensor] = (), inputs: Sequence[torch.Tensor] = ()) -> GroupCall:
-        """Return a call like this one of other tensors, for :meth:`make`."""
-        made = copy.copy(self)
-        made.outputs, made.inputs, made.tensors, made.args, made.opts = outputs, inputs, (), (), None
-        return made
 
     @property
     def adds_floats(self) -> bool:

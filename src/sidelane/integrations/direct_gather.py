@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,8 +30,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from sidelane import forks
 from sidelane.config import COMPUTE
-from sidelane.errors import SidelaneError
-from sidelane.integrations.fsdp_group import FsdpGroup, NoRoom, RingPart, cut
+from sidelane.errors import SidelaneError, UnavailableError
+from sidelane.integrations.fsdp_group import FsdpGroup, RingPart, cut
 from sidelane.memory.allocator import ALIGNMENT, rounded
 from sidelane.memory.storage import exchange_memory, exchange_objection
 from sidelane.program.collective import Kind
@@ -131,7 +132,7 @@ class DirectGather:
             shards = [_shard(param) for param in params]
             try:
                 parts = self._parts(sizes, copy_in_stream, at_once)
-            except NoRoom:
+            except UnavailableError:
                 return None  # FSDP2's own buffers are fewer, since it has them for a shorter time
             outputs = [part.memory.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
             own = [output.chunk(ranks)[calls.rank] if output.numel() else output for output in outputs]
@@ -150,10 +151,7 @@ class DirectGather:
 
     def _parts(self, sizes: Sequence[int], stream: Any, at_once: bool) -> list[RingPart]:
         """Return a buffer cut into storages of so many bytes, which give it back together."""
-        offsets, end = [], 0
-        for nbytes in sizes:
-            offsets.append(end)
-            end += rounded(nbytes, ALIGNMENT)
+        *offsets, end = itertools.accumulate((rounded(nbytes, ALIGNMENT) for nbytes in sizes), initial=0)
         if not end:
             return [RingPart.empty(self._params.device) for _ in sizes]
         whole, free = self._ring.take(end, stream, at_once=at_once)

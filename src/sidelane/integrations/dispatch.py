@@ -7,7 +7,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane import forks, ranges
-from sidelane.collectives.call_cache import all_ordinary
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import start_observers
@@ -30,6 +29,7 @@ from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
 from sidelane.integrations.works import EndedWork, JoinedWork, OtherWork
+from sidelane.memory.heap import is_outside
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
@@ -50,6 +50,8 @@ MOST_STAGED: Mapping[GroupOperation, tuple[float, float]] = MappingProxyType(
             ),
             (math.inf, 4 << 20),
         ),
+        **dict.fromkeys((calls.ALL_TO_ALL_UNEVEN, calls.ALL_TO_ALL_LIST), (-1, -1)),
+        calls.BROADCAST: (math.inf, math.inf),
     }
 )
 """Bytes above which NCCL makes a call on ordinary tensors, synchronous and asynchronous, as staging takes longer.
@@ -57,8 +59,9 @@ MOST_STAGED: Mapping[GroupOperation, tuple[float, float]] = MappingProxyType(
 On two H200s an all-to-all of 64 MB takes 137 us with NCCL, 153 staged and 101 in symmetric memory, one of 1 GB 1618,
 1794 and 1401; all other collectives alone are faster staged than with NCCL (results/h200x2/ordinary.json). Asynchronous
 calls run beside a computation, with which the copies take turns: steps of DDP took 0.1 to 1.1% longer staged
-(results/h200x2/clients.json), those of Megatron-core's distributed optimizer up to 4%. Parts of several sizes are not
-listed, since a rank knows its own only.
+(results/h200x2/clients.json), those of Megatron-core's distributed optimizer up to 4%. Parts of several sizes are
+exchanged by the hosts, since a rank knows its own sizes only. That takes 5 to 14 times as long as NCCL's call
+(results/h200x2/group-forms.txt), so NCCL makes all such calls of a group without symmetric memory.
 """
 
 NEVER = (math.inf, math.inf)
@@ -79,8 +82,8 @@ class GroupDispatcher:
 
     def __init__(self, life: GroupLifetime) -> None:
         self.life, self.ledger = life, Ledger(life.ranks)
-        self.names, self._allocating = life.names, backends_of(life.other)
-        for backend in self._allocating:
+        self.names, self._registering = life.names, backends_of(life.other)
+        for backend in self._registering:
             backend.life = weakref.ref(life)  # which refers to the other group, and that to this backend
         self._can_capture = torch.cuda.is_available()
         self._coalescing: list[dist.Work] | None = None
@@ -94,7 +97,7 @@ class GroupDispatcher:
         # A row without a reason: NCCL cannot make them.
         self._left: dict[tuple[RepeatKey, bool, int], RowKey] = {}
         cached = self._held.clear, self._repeated.clear, self._left.clear
-        life.forgets = (*cached, *(backend.clear for backend in self._allocating))
+        life.forgets = (*cached, *(backend.clear for backend in self._registering))
         with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
             start_observers()  # now, for the first call to be seen as a whole
         # In forked copies, so that all calls are refused in one place.
@@ -142,38 +145,46 @@ class GroupDispatcher:
             with ranges.ObservedCall(operation.name, outputs, inputs, self.life.ranks, self.life.name) as observed:
                 observed.work = made = self.launch(operation, outputs, inputs, opts, args, detail, observed)
                 return made
-        if not (operation.repeats and outputs) or outputs[0].layout is not torch.strided:  # sparse: it has no nbytes
+        # A sparse tensor has no nbytes.
+        if not (operation in MOST_STAGED and outputs) or outputs[0].layout is not torch.strided:
             return self._run(GroupCall(operation, outputs, inputs, opts, args), observed)
         tensors, first = (*outputs, *inputs), outputs[0]
         device, is_async = first.device, opts.asyncOp
         key = (operation.name, detail, first.dtype, device)
         repeated, has_lists = self._repeated.get(key), operation.has_lists
         nbytes = calls.larger_bytes(outputs, inputs) if has_lists else max(first.nbytes, tensors[-1].nbytes)
-        is_left = nbytes > MOST_STAGED.get(operation, NEVER)[is_async] and self._may_leave(tensors, device.type)
-        row = self._left.get((key, is_async, nbytes), NO_ROW) if is_left and self._coalescing is None else NO_ROW
-        if row[-1] and are_plain(tensors, *key[2:]) and not self._captures():
+        is_left = nbytes > MOST_STAGED[operation][is_async] and self._may_leave(operation, tensors)
+        row = self._left.get((key, is_async, nbytes * operation.repeats), NO_ROW) if is_left else NO_ROW
+        if row[-1] and self._coalescing is None and are_plain(tensors, *key[2:]) and not self._captures():
             self.ledger.note(row, "", nbytes)
-            make = functools.partial(self._make_by_library, operation.method, args, range(len(self.life.ranks)))
-            return self.life.orders[device.type].other(make, tensors, is_async)
-        if repeated is None or is_left or (device.type == "cpu" and (opts.timeout > NO_TIMEOUT or self._captures())):
-            return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
-        try:
-            work = repeated.order.repeat(repeated, tensors, is_async)
-        except Exception as error:
-            self.life.explain(error)
-            raise
-        if work is None:
+            # The backend's own method, since torch's dispatcher in front of it takes as long as all of this.
+            method = getattr(self.life.other._get_backend(device), operation.method, None)
+            make = functools.partial(self._make_by_library, operation.method, args, method=method)
+            return self._collect(self.life.orders[device.type].other(make, tensors, is_async), is_async, nbytes)
+        on_thread = device.type == "cpu" and (opts.timeout > NO_TIMEOUT or self._captures())
+        work = None
+        if not is_left and not on_thread and repeated is not None:
+            try:
+                work = repeated.order.repeat(repeated, tensors, is_async)
+            except Exception as error:
+                self.life.explain(error)
+                raise
+        if work is None or repeated is None:
             return self._run(GroupCall(operation, outputs, inputs, opts, args, key), observed)
         choice = repeated.calls.last_choice
         if choice is not repeated.choice:
             repeated.take_choice(choice)
         self.ledger.note(repeated.row, choice.reason, nbytes)
+        if observed is not None:
+            observed.maker = self._maker(tensors)
+        return self._collect(work, is_async, nbytes) if is_async or self._coalescing is not None else work
+
+    def _collect(self, work: dist.Work, is_async: bool, nbytes: int) -> dist.Work:
+        """Add a work to the lists that need it, and return it."""
         if is_async and nbytes <= SMALL_BYTES:
             self._held.append(work)
         if self._coalescing is not None:
             self._coalescing.append(work)
-        if observed is not None:
-            observed.maker = self._maker(tensors)
         return work
 
     def _maker(self, tensors: Sequence[torch.Tensor]) -> Calls | None:
@@ -205,13 +216,10 @@ class GroupDispatcher:
             work = order.other(lambda: self._make_other(call, device), call.tensors, call.is_async)
         else:
             work = order.run(lambda: self._make(call, device), call.tensors, call.outputs, call.is_async, call.timeout)
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        if call.is_async and call.nbytes <= SMALL_BYTES:
-            self._held.append(work)
         if observed is not None and not call.refusal:
             observed.maker = self._maker(call.tensors)
-        return work
+        is_async = call.is_async
+        return self._collect(work, is_async, call.nbytes) if is_async or self._coalescing is not None else work
 
     def _require_order(self, call: GroupCall, device: str) -> None:
         """Raise for a sum whose terms are added in no fixed order, if the settings ask for one."""
@@ -224,7 +232,9 @@ class GroupDispatcher:
         if not self.life.nodes.spans:
             return ""
         flat = call.operation.flat
-        choice = choose_steps(None if flat else Kind(call.operation.kind), call.nbytes, self.life.nodes, without=flat)
+        kind = None if flat else Kind(call.operation.kind)
+        beside = self.life.beside != settings.NOTHING
+        choice = choose_steps(kind, call.nbytes, self.life.nodes, beside=beside, without=flat)
         if choice.name == FLAT:
             return f"{FLAT}: {choice.reason}"
         call.reason = choice.reason
@@ -239,24 +249,25 @@ class GroupDispatcher:
         most = MOST_STAGED.get(call.operation, NEVER)[call.is_async]
         if call.nbytes <= most or self.names.get(device) != "nccl":
             return ""
-        first, kind = call.tensors[0], "asynchronous, " if call.is_async else ""
-        key = (call.key or (call.operation.name, None, first.dtype, first.device), call.is_async, call.nbytes)
+        first, kind, operation = call.tensors[0], "asynchronous, " if call.is_async else "", call.operation
+        name, is_sized = operation.name, operation.repeats
+        key = call.key or (name, None, first.dtype, first.device), call.is_async, call.nbytes * is_sized
         row = self._left.get(key)
-        if self._captures() and (call.is_async or row is None):
+        if self._captures() and (call.is_async or row is None or not is_sized):
             return ""  # in a capture nothing can be agreed on, and no caller waits for the host
-        made = self.life.communicator(first.device)
-        may_leave = self._may_leave(call.tensors, device)
+        made, may_leave = self.life.communicator(first.device), self._may_leave(operation, call.tensors)
         if not isinstance(made, Communicator) or not may_leave or (made.config.deterministic and call.adds_floats):
             return ""
         if row is None:
-            made.agree(call.operation.name, f"{key[0][0]} of {call.nbytes} bytes of {kind}ordinary {first.dtype}")
+            made.agree(name, f"{name} of {call.nbytes if is_sized else 'any'} bytes of {kind}ordinary {first.dtype}")
             if len(self._left) == MOST_CACHED:
                 self._left.clear()
             # NCCL refuses ranks that share a GPU, on which programs are tried.
             gpu = str(torch.cuda.get_device_properties(first.device).uuid) if first.is_cuda else self.life.rank
             is_shared = len(set(exchanged(made, gpu))) < len(self.life.ranks)
-            why = f"{kind}ordinary tensors of more than {format_bytes(int(most))}; in a sidelane.pool Sidelane makes it"
-            head = key[0][0], calls.dtype_name(first.dtype), device, self.names[device]
+            size = f"more than {format_bytes(int(most))}" if is_sized else "sizes that peers do not know"
+            why = f"{kind}ordinary tensors of {size}; in a sidelane.pool Sidelane makes it"
+            head = name, calls.dtype_name(first.dtype), device, self.names[device]
             row = self._left[key] = (*head, "" if is_shared else why)
         if not row[-1]:
             return ""
@@ -265,18 +276,23 @@ class GroupDispatcher:
         call.args, call.copies = calls.contiguous_arguments(call)
         return row[-1]
 
-    def _may_leave(self, tensors: Sequence[torch.Tensor], device: str) -> bool:
-        """Return True if NCCL may make a large call: every tensor, or a copy of it, would be staged."""
+    def _may_leave(self, operation: GroupOperation, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return True if NCCL may make a call: every tensor, or a copy of it, would be staged."""
+        device = tensors[0].device.type
         made = self.life.communicators.get(device)
-        # Through host memory NCCL stages all of it as well, and the sizes are of GPUs with peers.
-        if (
-            not isinstance(made, Communicator)
-            or made.config.beside != settings.NOTHING
-            or made.backend.peers.through_host
-        ):
-            return False
-        direct = [each for each in tensors if each.layout is torch.strided and each.is_contiguous() and each.numel()]
-        return len(self.life.ranks) > 1 and self.names.get(device) == "nccl" and all_ordinary(made.arguments, direct)
+        # Through host memory NCCL stages all of it as well, and the sizes are of GPUs with peers. Where the ranks have
+        # parts of several sizes, one without any bytes cannot tell by its tensors.
+        return (
+            isinstance(made, Communicator)
+            and (self.names.get(device), made.config.beside) == ("nccl", settings.NOTHING)
+            and len(self.life.ranks) > 1
+            and not made.backend.peers.through_host
+            and (
+                all(is_outside(each.data_ptr()) for each in tensors if each.is_contiguous())
+                if operation.repeats
+                else made.heap.is_empty
+            )
+        )
 
     def pass_on(
         self,
@@ -299,10 +315,7 @@ class GroupDispatcher:
         call = GroupCall(operation, outputs, inputs, None, args)
         if self._captures():
             self._refuse_in_graph(call, call.tensors[0].device.type)
-        work = self._make_other(call, call.tensors[0].device.type, peers)
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        return work
+        return self._collect(self._make_other(call, call.tensors[0].device.type, peers), False, call.nbytes)
 
     def _refuse_in_graph(self, call: GroupCall, device: str) -> None:
         """Raise for a call that the graph under capture would not hold; no step has run."""
@@ -336,7 +349,7 @@ class GroupDispatcher:
         choice, self.ledger.peers = communicator.last_choice(), communicator.backend.peers
         assert choice is not None
         self._note(call, device, SIDELANE, choice.candidate.variant, choice.reason)
-        if call.key is not None:
+        if call.key is not None and call.operation.repeats:
             self._repeated[call.key] = RepeatedCall(communicator, call, self.life.orders[device])
 
     def _make_other(self, call: GroupCall, device: str, peers: Sequence[int] | None = None) -> dist.Work:
@@ -353,23 +366,23 @@ class GroupDispatcher:
 
     def _make_by_library(
         self,
-        method: str,
+        name: str,
         args: Sequence[Any],
-        needed: Sequence[int],
-        *,
-        looks: bool = False,
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        needed: Sequence[int] | None = None,
+        method: Callable[..., dist.Work | None] | None = None,
+        **options: Any,
     ) -> dist.Work:
-        """Make a call of the other group; see :class:`sidelane.integrations.works.OtherWork`."""
+        """Make a call of the other group; see :class:`sidelane.integrations.works.OtherWork`. It needs all ranks."""
+        needed = range(len(self.life.ranks)) if needed is None else needed
         try:
-            work = getattr(self.life.other, method)(*args)
+            work = (method or getattr(self.life.other, name))(*args)
         except RuntimeError as error:
             self.life.failed_peers.explain(error, needed)
             raise
         if work is None:
             return EndedWork()
-        return OtherWork(work, self.life.failed_peers, needed, looks=looks, copies=copies)
+        return OtherWork(work, self.life.failed_peers, needed, **options)
 
     def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
-        dtype = calls.dtype_name(call.tensors[0].dtype) if call.nbytes else ""
-        self.ledger.note((call.operation.name, dtype, device, where, why), reason, call.nbytes)
+        key = call.operation.name, calls.dtype_name(call.tensors[0].dtype) if call.nbytes else "", device, where, why
+        self.ledger.note(key, reason, call.nbytes)

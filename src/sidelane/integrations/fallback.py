@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import forks
 from sidelane.errors import PeerError
-from sidelane.integrations.buffers import Allocating
+from sidelane.integrations.buffers import Registering
 from sidelane.memory.liveness import DYING_S, Liveness
 
 BackendType = dist.ProcessGroup.BackendType
@@ -25,19 +25,19 @@ _OF_PEERS = ("connection", *_LATE, "closed", "peer", "nccl", "remote")
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Allocating]] = weakref.WeakKeyDictionary()
+_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Registering]] = weakref.WeakKeyDictionary()
 """Backends that were made here: torch forgets Python's part of a backend if nothing refers to it."""
 
 
-def backends_of(group: dist.ProcessGroup) -> Sequence[Allocating]:
+def backends_of(group: dist.ProcessGroup) -> Sequence[Registering]:
     """Return the backends of a group that was made here, which can provide Sidelane's memory; others keep their own."""
     return _backends.get(group, ())
 
 
 @functools.cache
-def _allocating(kind: type[Any]) -> type[Any]:
-    """Return a backend class of torch with Sidelane's memory."""
-    return type(kind.__name__, (Allocating, kind), {})
+def _registering(kind: type[Any]) -> type[Any]:
+    """Return a backend class of torch that registers pools as Sidelane's memory."""
+    return type(kind.__name__, (Registering, kind), {})
 
 
 def make_other(
@@ -55,16 +55,16 @@ def make_other(
         options: options of NCCL; None for its defaults.
     """
     group = dist.ProcessGroup(dist.PrefixStore("other/", store), rank, size)
-    gloo = _allocating(dist.ProcessGroupGloo)(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
+    gloo = _registering(dist.ProcessGroupGloo)(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
     gloo._set_sequence_number_for_group()
     group._set_default_backend(BackendType.GLOO)
     group._register_backend(torch.device("cpu"), BackendType.GLOO, gloo)
-    backends: list[Allocating] = [gloo]
+    backends: list[Registering] = [gloo]
     if torch.cuda.is_available() and dist.is_nccl_available():
         nccl = _nccl(dist.PrefixStore("cuda/", store), rank, size, timeout, name, ranks, options)
         group._set_default_backend(BackendType.NCCL)
         group._register_backend(torch.device("cuda"), BackendType.NCCL, nccl)
-        backends += [nccl] if isinstance(nccl, Allocating) else []
+        backends += [nccl] if isinstance(nccl, Registering) else []
     _backends[group] = backends
     forks.in_copies_of(group, forks.never_finalize)  # its connections belong to the parent process
     return group
@@ -87,7 +87,7 @@ def _nccl(
             options.split_from, options.split_color = source, c10d._process_group_color(list(ranks))
     options.global_ranks_in_group, options.group_name = list(ranks), name
     try:
-        made = _allocating(nccl)(store, rank, size, options)
+        made = _registering(nccl)(store, rank, size, options)
     except TypeError:  # this torch's NCCL cannot be a base class, but it can allocate memory itself
         made = nccl(store, rank, size, options)
     made._set_sequence_number_for_group()
@@ -131,7 +131,7 @@ class FailedPeers:
         self.liveness, self.dead, self.gone = liveness, liveness.dead, liveness.gone
 
     def explain(self, error: RuntimeError, peers: Sequence[int]) -> None:
-        """See :class:`sidelane.integrations.works.PeerWatch`."""
+        """Raise an error that names the dead, for an error of the other group; return if all live."""
         text = str(error).lower()
         if not any(word in text for word in _OF_PEERS):
             return

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from sidelane.config import Config
-from sidelane.errors import UnavailableError
 from sidelane.integrations.buffers import FsdpBuffers
 from sidelane.integrations.calls import dtype_name
 from sidelane.integrations.ledger import SIDELANE, Ledger
@@ -29,10 +28,6 @@ from sidelane.session import Communicator
 
 FsdpLane = Communicator | NodesCommunicator
 LANES = ("gather", "scatter")
-
-
-class NoRoom(UnavailableError):
-    """Error: no symmetric memory is left for one more buffer; nothing has been changed."""
 
 
 class Ring:
@@ -57,7 +52,7 @@ class Ring:
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], device: torch.device) -> None:
         self._allocate, self._handle = allocate, torch.get_device_module(device)
-        self._free: deque[_Free] = deque()
+        self._free: deque[tuple[torch.Tensor, Any, int]] = deque()  # with the event of its last use, and its phase
         self._phase = 0
         self.behind_backward = False
 
@@ -71,18 +66,15 @@ class Ring:
                 shall overlap with that use takes an older buffer, or a new one.
 
         Raises:
-            NoRoom: no memory is left; on all ranks alike.
+            UnavailableError: no memory is left, and nothing has been changed; on all ranks alike.
         """
-        found = next((one for one in tuple(self._free) if one.matches(nbytes, self._phase, at_once)), None)
-        if found is None:
-            try:
-                whole = self._allocate(nbytes)
-            except UnavailableError as error:
-                raise NoRoom(str(error)) from None
+        for number, (whole, event, phase) in enumerate(tuple(self._free)):
+            if whole.nbytes == nbytes and (at_once or phase < self._phase):
+                del self._free[number]
+                stream.wait_event(event)
+                break
         else:
-            self._free.remove(found)
-            stream.wait_event(found.event)
-            whole = found.whole
+            whole = self._allocate(nbytes)
         self._phase += 1
         return whole, lambda: self._came_back(whole)
 
@@ -92,19 +84,7 @@ class Ring:
 
     def _came_back(self, whole: torch.Tensor) -> None:
         # FSDP2 has just freed the parameters, on the stream that has computed with them.
-        self._free.append(_Free(whole, self._handle.current_stream().record_event(), self._phase))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Free:
-    """A free buffer, the event of its last use, and the phase in which it became free."""
-
-    whole: torch.Tensor
-    event: Any
-    phase: int
-
-    def matches(self, nbytes: int, phase: int, at_once: bool) -> bool:
-        return self.whole.nbytes == nbytes and (at_once or self.phase < phase)
+        self._free.append((whole, self._handle.current_stream().record_event(), self._phase))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -140,13 +120,10 @@ def cut(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], free:
         if next(before_last, None) is None:
             free()
 
-    made = []
-    for offset, nbytes in zip(offsets, sizes, strict=True):
-        if nbytes:
-            made.append(RingPart(storage_of(whole, offset, nbytes, lambda: None), release))
-        else:
-            made.append(RingPart.empty(whole.device))
-    return made
+    return [
+        RingPart(storage_of(whole, offset, nbytes, lambda: None), release) if nbytes else RingPart.empty(whole.device)
+        for offset, nbytes in zip(offsets, sizes, strict=True)
+    ]
 
 
 class FsdpGroup:
@@ -206,14 +183,13 @@ class FsdpGroup:
 
     def refusal(self, kind: Kind, nbytes: int) -> str:
         """Return the reason why the group's own backend makes a call of so many bytes; "" if Sidelane makes it."""
-        choice = None if self._nodes is None else choose_steps(kind, nbytes, self._nodes)
+        choice = None if self._nodes is None else choose_steps(kind, nbytes, self._nodes, beside=True)
         return "" if choice is None or choice.name != FLAT else f"{FLAT}: {choice.reason}"
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a buffer: for gathered parameters, which FSDP2 copies out, or for the gradients to reduce."""
-        if self._buffers is None:
-            return torch.empty(*size, dtype=dtype, device=self.device)
-        return self._buffers.take(size, dtype)
+        buffers = self._buffers
+        return torch.empty(*size, dtype=dtype, device=self.device) if buffers is None else buffers.take(size, dtype)
 
     def memory(self) -> MemoryUse:
         """Return the symmetric memory of the lanes."""
@@ -231,7 +207,7 @@ class FsdpGroup:
         """Count a call that Sidelane makes."""
         self._counts[SIDELANE] += 1
         if self._nodes is not None:
-            why = f"{HIERARCHICAL}: {choose_steps(kind, nbytes, self._nodes).reason}; {why}"
+            why = f"{HIERARCHICAL}: {choose_steps(kind, nbytes, self._nodes, beside=True).reason}; {why}"
         self._note(kind, dtype, SIDELANE, why, nbytes)
 
     def went_elsewhere(self, group: dist.ProcessGroup, kind: Kind, tensor: torch.Tensor, why: str) -> None:
@@ -249,8 +225,7 @@ class FsdpGroup:
 def make_lanes(group: dist.ProcessGroup, device: torch.device, config: Config) -> list[Communicator]:
     """Make the two lanes of a group on one machine, for :func:`calls_on`. Collective."""
     with contextlib.ExitStack() as stack:
-        first = Communicator(group, device=device, config=config, name=f"fsdp {LANES[0]}")
-        stack.callback(first.close)
+        first = stack.enter_context(Communicator(group, device=device, config=config, name=f"fsdp {LANES[0]}"))
         lanes = [first, *(Communicator(first, name=f"fsdp {name}") for name in LANES[1:])]
         stack.pop_all()
         return lanes
@@ -289,15 +264,13 @@ def make_fsdp_group(group: dist.ProcessGroup, device: torch.device, config: Conf
         if not nodes.spans:
             lanes = make_lanes(group, device, config)
             return calls_on(lanes, group, counts, end=[lanes[0].close])
-        if choose_steps(Kind.ALL_GATHER, sys.maxsize, nodes).name == FLAT:
+        if choose_steps(Kind.ALL_GATHER, sys.maxsize, nodes, beside=True).name == FLAT:
             return FsdpGroup(group, device, counts, nodes=nodes)
         store = dist.PrefixStore(f"sidelane/fsdp/{exchange.name}/", exchange.store)
         ranks = NodeRanks(store, exchange.rank, nodes, exchange.liveness, config, f"{group.group_name}/fsdp")
-        made: list[NodesCommunicator] = []
-        for name in LANES:
-            lane = NodesCommunicator(ranks.within(name), device)
-            stack.callback(lane.close)
-            made.append(lane)
+        made = [
+            stack.enter_context(contextlib.closing(NodesCommunicator(ranks.within(name), device))) for name in LANES
+        ]
         stack.pop_all()
         end = [lane.close for lane in made]
         return FsdpGroup(group, device, counts, made, allocate=made[0].empty, nodes=nodes, end=end)

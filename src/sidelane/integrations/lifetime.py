@@ -32,7 +32,7 @@ ABORTED = "was aborted"
 
 
 class GroupLifetime:
-    """Maker and end of a group's communicators. Waiting calls query it (``works.WaitGuard``).
+    """Maker and end of a group's communicators. Waiting calls query it (``works.HostWork``).
 
     Args:
         group: group that torch knows; this object does not keep it alive.
@@ -45,6 +45,7 @@ class GroupLifetime:
         ranks: ranks of the group, in the world.
         rank: number of this rank in the group.
         nodes: nodes of the ranks.
+        beside: ``Config.beside`` of the ranks.
         timeout: time-out of Sidelane's calls.
         name: name that torch gives the group.
         names: names of the other group's backends, by device.
@@ -62,6 +63,7 @@ class GroupLifetime:
     ) -> None:
         self._whose, self.other, self.failed_peers, self._here = weakref.ref(group), other, failed_peers, here
         self.ranks, self.rank, self.nodes = here.liveness.ranks, here.rank, here.nodes
+        self.beside = here.config.beside
         self.timeout = timedelta(seconds=here.config.timeout_s)
         self.name = "undefined"
         self.names = {device.type: str(backend.name()).lower() for device, (_, backend) in kinds(other).items()}

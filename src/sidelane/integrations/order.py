@@ -25,7 +25,7 @@ from sidelane.collectives.work import NO_TIMEOUT, CallFuture, CallThread
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.integrations.calls import GroupCall, dtype_name, wholes
 from sidelane.integrations.ledger import SIDELANE
-from sidelane.integrations.works import EndedWork, HostWork, WaitGuard
+from sidelane.integrations.works import EndedWork, HostWork, OtherWork
 from sidelane.memory import ending
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
@@ -60,7 +60,7 @@ class RepeatedCall:
     def __init__(self, communicator: Communicator, call: GroupCall, order: HostOrder | StreamOrder) -> None:
         assert call.key is not None
         self.communicator, self.order, self._options = communicator, order, call.options
-        self.operation, self._call = call.operation, call.without_tensors()
+        self.operation = call.operation
         name, _, self.dtype, self.device = call.key
         self._columns = name, dtype_name(self.dtype), self.device.type, SIDELANE
         self.kind = Kind(call.operation.kind)
@@ -91,10 +91,25 @@ class RepeatedCall:
 
     def make(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Make a call on these tensors, the output first; autograd does not record it, as with all calls."""
-        if self.operation.has_lists:
-            self._call.without_tensors(*self.columns(tensors)).make(self.communicator)
+        data = tuple(tensor.data for tensor in tensors)
+        if self.operation.has_parts:
+            self._make_parted(*self.columns(data))
         else:
-            self._method(*[tensor.data for tensor in tensors], **self._options)
+            self._method(*(map(list, self.columns(data)) if self.operation.is_listed else data), **self._options)
+
+    def _make_parted(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Make a call on parts of one size, which may lie anywhere, in one tensor in their place."""
+        writes = self.operation.has_output_parts
+        parts = [part.view(-1) for part in (outputs if writes else inputs)]
+        if writes:
+            whole = inputs[0].new_empty((len(parts), len(parts[0])))
+            given = whole, inputs[0]
+        else:
+            given = outputs[0], torch.stack(parts)
+        if not self.communicator.repeat_call(self.kind, given, self.details, 0):
+            self._method(*given, **self._options)
+        if writes:
+            torch._foreach_copy_(parts, whole.unbind())
 
     def take_choice(self, choice: Choice) -> None:
         """Count calls in the row of another choice from now on."""
@@ -103,12 +118,13 @@ class RepeatedCall:
 
 def are_plain(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if a communicator takes these tensors as they are."""
-    for tensor in tensors:
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or not tensor.is_contiguous():
-            return False
-        if tensor.dtype is not dtype or tensor.device != device or tensor.is_neg() or tensor.is_conj():
-            return False
-    return True
+    return all(
+        type(tensor) in PLAIN
+        and (tensor.layout, tensor.dtype, tensor.device) == (torch.strided, dtype, device)
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+        for tensor in tensors
+    )
 
 
 class HostOrder:
@@ -117,10 +133,10 @@ class HostOrder:
     Asynchronous calls never block their caller, which a communicator's own would: it compares new calls on the spot.
 
     Args:
-        guard: group that waiting calls query.
+        guard: group that waiting calls query (``works.HostWork``).
     """
 
-    def __init__(self, guard: WaitGuard) -> None:
+    def __init__(self, guard: Any) -> None:
         self._guard = guard
         self._mutex = forks.Mutex(_names)
         self._thread = CallThread("sidelane-group", self._mutex.is_mine)
@@ -219,6 +235,9 @@ class StreamOrder:
     def __init__(self, communicator: Callable[[], Any]) -> None:
         self._communicator = communicator
         self._side: SideStream | None = None
+        # The other group's last asynchronous call, or the stream that has waited for it: the next call is behind that.
+        self._ahead: OtherWork | tuple[int, int, int] | None = None
+        self._is_ahead = False  # asynchronous calls of the communicator are, of the other group's next one
 
     def run(
         self,
@@ -233,10 +252,11 @@ class StreamOrder:
             self._join()
             job()
             return EndedWork(outputs)
-        if self._side is None:
-            self._side = SideStream(tensors[0].device)
-        self._side.run(job)
-        made: dist.Work = self._communicator().backend.work_on(self._side, tensors, tuple(outputs))
+        side = self._side = self._side or SideStream(tensors[0].device)
+        self._follow_other(side)
+        side.run(job)
+        self._is_ahead = True
+        made: dist.Work = self._communicator().backend.work_on(side, tensors, tuple(outputs))
         return made
 
     def repeat(self, call: RepeatedCall, tensors: tuple[torch.Tensor, ...], is_async: bool) -> dist.Work | None:
@@ -264,6 +284,9 @@ class StreamOrder:
             if call.communicator.repeat_call(call.kind, given, call.details, 0):
                 return ENDED
         elif given is not None and side is not None:
+            if self._ahead is not None:
+                self._follow_other(side)
+            self._is_ahead = True
             mark = call.communicator.repeat_call(call.kind, given, call.details, side.handle)
             if mark:
                 made: dist.Work = call.backend.work_on(side, tensors, outputs, mark)
@@ -273,31 +296,58 @@ class StreamOrder:
         return self.run(lambda: call.make(tensors), tensors, outputs, is_async, NO_TIMEOUT)
 
     def other(self, call: Callable[[], dist.Work], tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work:
-        """Make a call of the other group behind those of this one; the next call of this one comes behind it."""
-        if self._side is None and is_async and not torch.cuda.is_current_stream_capturing():
-            self._side = SideStream(tensors[0].device)  # calls of this one may come while it runs
-        side = self._side
-        if side is not None and not is_async:
-            _wait_for(side)
-        if side is None or not is_async:
+        """Make a call of the other group behind those of this one; the next call of this one comes behind it.
+
+        The library has a stream for its asynchronous calls, which comes behind the current one. So only calls that are
+        on this group's stream since the last one of the other group need an order.
+        """
+        side, captures = self._side, torch.cuda.is_current_stream_capturing()
+        if not is_async:
+            if side is not None and self._is_ahead:
+                _wait_for(side)
+            self._is_ahead = self._is_ahead and captures
             return call()
+        if side is None:
+            if captures:
+                return call()
+            side = self._side = SideStream(tensors[0].device)  # calls of this one may come while it runs
+        work = side.run(call) if self._is_ahead or captures else call()
+        if isinstance(work, OtherWork):
+            work.tensors = tensors
+            if captures:
+                side.within(work.precede)
+            else:
+                self._ahead, work.waited = work, self._note_wait
+        self._is_ahead = self._is_ahead and captures
+        return work
 
-        def called() -> dist.Work:
-            work = call()
-            work.wait()  # the stream does, not the host; NCCL's work holds its tensors until then only
-            for tensor in tensors:
-                if tensor.is_cuda and tensor.layout is torch.strided:
-                    tensor.record_stream(side.stream)
-            return work
+    def _note_wait(self, work: OtherWork) -> None:
+        """Keep the stream in place of the work of a call for which it waits, and which holds tensors."""
+        if self._ahead is work and self._side is not None:
+            self._ahead = self._side.current()
 
-        return side.run(called)
+    def _follow_other(self, side: SideStream | None = None) -> None:
+        """Let a call of the communicator, on the current stream or on ``side``, come behind the other group's last."""
+        ahead = self._ahead
+        if ahead is None or torch.cuda.is_current_stream_capturing():
+            return  # a graph cannot wait for work outside
+        self._ahead = None
+        if not isinstance(ahead, OtherWork):
+            assert self._side is not None
+            self._side.follow(ahead)
+        elif side is None:
+            ahead.precede()
+        else:
+            side.run(ahead.precede)
 
     def close(self, *, wait: bool = True) -> None:
         """Forget the stream; calls queued there go on."""
-        self._side = None
+        self._side = self._ahead = None
 
     def _join(self) -> None:
         """Make the current stream, on which a call of the communicator follows, wait for the group's."""
+        if self._ahead is not None:
+            self._follow_other()
         if self._side is not None and self._side.is_open:
             _wait_for(self._side)
             # A later call comes behind that call, whatever its stream; not in a capture, which other calls do not know.

@@ -231,10 +231,9 @@ class SidelaneGroup(dist.ProcessGroup):
         """Make an ``all_gather``."""
         opts, inputs = _options(c10d.AllgatherOptions, opts, timeout), _listed(inputs)
         nested = outputs if isinstance(outputs[0], list | tuple) else [outputs]
-        operation, args = calls.ALL_GATHER_LIST, (nested, inputs, opts)
-        if len(inputs) != 1:
-            return self._dispatcher.launch(operation.lacking, [], inputs, opts, args)
-        return self._dispatcher.launch(operation, nested[0], inputs, opts, args)
+        is_one = len(inputs) == 1
+        operation = calls.ALL_GATHER_LIST if is_one else calls.ALL_GATHER_LIST.lacking
+        return self._dispatcher.launch(operation, nested[0] if is_one else [], inputs, opts, (nested, inputs, opts))
 
     def all_to_all_single(
         self,
@@ -248,8 +247,8 @@ class SidelaneGroup(dist.ProcessGroup):
         """Make an ``all_to_all_single``; split sizes are given on all ranks, or on none."""
         opts = _options(dist.AllToAllOptions, opts, timeout)
         sizes = [list(given) if given is not None else [] for given in (output_split_sizes, input_split_sizes)]
-        operation = calls.ALL_TO_ALL_UNEVEN if any(sizes) else calls.ALL_TO_ALL
-        return self._dispatcher.launch(operation, (output,), (input,), opts, (output, input, *sizes, opts))
+        operation, args = calls.ALL_TO_ALL_UNEVEN if any(sizes) else calls.ALL_TO_ALL, (output, input, *sizes, opts)
+        return self._dispatcher.launch(operation, (output,), (input,), opts, args, operation.flat)
 
     alltoall_base = all_to_all_single
 
@@ -267,8 +266,9 @@ class SidelaneGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Make a ``reduce_scatter_tensor``."""
         opts = opts or dist.ReduceScatterOptions()
-        given = output, input, opts
-        return self._dispatcher.launch(calls.REDUCE_SCATTER, (output,), (input,), opts, given, opts.reduceOp.op)
+        return self._dispatcher.launch(
+            calls.REDUCE_SCATTER, (output,), (input,), opts, (output, input, opts), opts.reduceOp.op
+        )
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -279,8 +279,9 @@ class SidelaneGroup(dist.ProcessGroup):
         if len(outputs) == len(inputs) == 1:
             return self.reduce_scatter_single(outputs[0], inputs[0], opts)
         opts = opts or dist.ReduceScatterOptions()
-        operation, given = calls.REDUCE_SCATTER_COALESCED, (outputs, inputs, opts)
-        return self._dispatcher.launch(operation, outputs, inputs, opts, given, opts.reduceOp.op)
+        return self._dispatcher.launch(
+            calls.REDUCE_SCATTER_COALESCED, outputs, inputs, opts, (outputs, inputs, opts), opts.reduceOp.op
+        )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -290,17 +291,15 @@ class SidelaneGroup(dist.ProcessGroup):
         """Make a ``reduce_scatter``."""
         opts, outputs = _options(dist.ReduceScatterOptions, opts, timeout), _listed(outputs)
         nested = inputs if isinstance(inputs[0], list | tuple) else [inputs]
-        operation, args, detail = calls.REDUCE_SCATTER_LIST, (outputs, nested, opts), opts.reduceOp.op
-        if len(outputs) != 1:
-            return self._dispatcher.launch(operation.lacking, outputs, [], opts, args)
-        return self._dispatcher.launch(operation, outputs, nested[0], opts, args, detail)
+        is_one, args = len(outputs) == 1, (outputs, nested, opts)
+        operation = calls.REDUCE_SCATTER_LIST if is_one else calls.REDUCE_SCATTER_LIST.lacking
+        return self._dispatcher.launch(operation, outputs, nested[0] if is_one else [], opts, args, opts.reduceOp.op)
 
     def allreduce(self, tensors: GivenTensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Make an ``all_reduce``."""
         if timeout is not None or not isinstance(opts, dist.AllreduceOptions):
             opts = _options(dist.AllreduceOptions, opts, timeout)
-        if isinstance(tensors, torch.Tensor):
-            tensors = [tensors]
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         operation = calls.ALL_REDUCE if len(tensors) == 1 else calls.ALL_REDUCE_LIST
         return self._dispatcher.launch(operation, tensors, (), opts, (tensors, opts), opts.reduceOp.op)
 
@@ -315,8 +314,7 @@ class SidelaneGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Make a ``broadcast``."""
         opts, tensors = _options(dist.BroadcastOptions, opts, timeout, root), _listed(tensors)
-        is_one = len(tensors) == 1 and not opts.rootTensor
-        operation = calls.BROADCAST if is_one else calls.BROADCAST.lacking
+        operation = calls.BROADCAST if len(tensors) == 1 and not opts.rootTensor else calls.BROADCAST.lacking
         return self._dispatcher.launch(operation, tensors, (), opts, (tensors, opts), opts.rootRank)
 
     def scatter(
@@ -325,8 +323,7 @@ class SidelaneGroup(dist.ProcessGroup):
         """Make a ``scatter``; ``inputs`` is empty except on the root."""
         opts, outputs = _options(dist.ScatterOptions, opts, timeout, root), _listed(outputs)
         nested = [inputs] if len(inputs) and isinstance(inputs[0], torch.Tensor) else inputs
-        given = nested[0] if nested else []
-        return self._dispatcher.launch(calls.SCATTER, outputs, given, opts, (outputs, nested, opts))
+        return self._dispatcher.launch(calls.SCATTER, outputs, [*nested, []][0], opts, (outputs, nested, opts))
 
     def gather(
         self, outputs: Any, inputs: GivenTensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
@@ -334,8 +331,7 @@ class SidelaneGroup(dist.ProcessGroup):
         """Make a ``gather``; ``outputs`` is empty except on the root."""
         opts, inputs = _options(dist.GatherOptions, opts, timeout, root), _listed(inputs)
         nested = [outputs] if len(outputs) and isinstance(outputs[0], torch.Tensor) else outputs
-        written = nested[0] if nested else []
-        return self._dispatcher.launch(calls.GATHER, written, inputs, opts, (nested, inputs, opts))
+        return self._dispatcher.launch(calls.GATHER, [*nested, []][0], inputs, opts, (nested, inputs, opts))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Make a ``barrier``; on GPUs the host waits for it, as it does with NCCL."""

@@ -6,16 +6,16 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT, CallFuture, FutureWork, Work, timed_out
-from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError, anew
+from sidelane.errors import PeerTimeoutError, SidelaneError, anew
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.modes import untraced
@@ -49,24 +49,6 @@ class EndedWork(Work):
         return future
 
 
-class WaitGuard(Protocol):
-    """Interface of a group for its calls that wait.
-
-    Attributes:
-        rank: number of this rank in the group.
-    """
-
-    rank: int
-
-    def late(self) -> tuple[str, Sequence[int]]:
-        """Return the ranks that have not come: text for a time-out, and their numbers."""
-        ...
-
-    def leave(self, error: PeerError | KeyboardInterrupt) -> None:
-        """Make waiting calls fail, here and on the other ranks: by Ctrl-C, or because the interpreter exits."""
-        ...
-
-
 def absent_ranks(control: ControlBlock) -> tuple[str, list[int]]:
     """Return the ranks that have not come to the call that this rank is in: text for a time-out, and their numbers."""
     ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
@@ -80,11 +62,15 @@ class HostWork(FutureWork):
         future: future of the call.
         outputs: tensors that it writes.
         timeout: time-out of a ``wait`` without one; 0 for none.
-        guard: group that a wait queries.
+        guard: group that a wait queries: ``lifetime.GroupLifetime``, or the communicator of several nodes.
     """
 
     def __init__(
-        self, future: CallFuture, outputs: Sequence[torch.Tensor], timeout: timedelta, guard: WaitGuard
+        self,
+        future: CallFuture,
+        outputs: Sequence[torch.Tensor],
+        timeout: timedelta,
+        guard: Any,
     ) -> None:
         super().__init__()
         self.outputs = tuple(outputs)
@@ -111,46 +97,41 @@ class HostWork(FutureWork):
             raise anew(error)
 
 
-class PeerWatch(Protocol):
-    """Registry of peers that have died or left the group."""
-
-    def gone(self, peers: Sequence[int]) -> Collection[int]:
-        """Return those of ``peers`` that make no more calls."""
-        ...
-
-    def explain(self, error: RuntimeError, peers: Sequence[int]) -> None:
-        """Raise an error that names the dead, for an error of the other group; return if all live."""
-        ...
-
-
 @untraced
 class OtherWork(dist.Work):
     """A call of the group behind this one; its errors name the ranks that have died.
 
     Args:
         work: work that the other group returned.
-        watch: registry of peers that have died or left.
+        watch: registry of peers that have died or left: ``fallback.FailedPeers``, or the status of several nodes.
         peers: ranks that the call needs.
         looks: check the peers while it waits, too: Gloo notices a death only if it talks to the dead rank itself. This
             is for calls only whose ``wait`` has no side effects when it times out. A timed-out send or receive of Gloo
             ends the call and every connection of the group; one of NCCL may abort its communicator.
         copies: tensors of the caller with the contiguous ones that the call writes, to copy back when it has ended.
+
+    Attributes:
+        tensors: tensors of a call that a later one may come behind before the caller waits for it.
+        waited: function that is told of the caller's wait; None for none.
     """
+
+    tensors: Sequence[torch.Tensor] = ()
+    waited: Callable[[OtherWork], None] | None = None
 
     def __init__(
         self,
         work: dist.Work,
-        watch: PeerWatch,
+        watch: Any,
         peers: Sequence[int],
         *,
-        looks: bool,
+        looks: bool = False,
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
         super().__init__()
         self._work, self._watch, self._peers, self._looks = work, watch, peers, looks
         self._maker = os.getpid()
         self._copies, self._copying = list(copies), threading.Lock()
-        self._stands_for = {id(copy): tensor for tensor, copy in copies}
+        self._stands_for = {id(copy): tensor for tensor, copy in copies} if copies else {}
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if os.getpid() != self._maker and not self._work.is_completed():
@@ -158,12 +139,22 @@ class OtherWork(dist.Work):
         try:
             done = self._wait_looking(timeout) if self._looks else self._work.wait(timeout)
             self._copy_back()
+            if self.waited is not None:
+                self.waited(self)
+                self.tensors = ()
             return done
         except SidelaneError:
             raise
         except RuntimeError as error:
             self._watch.explain(error, self._peers)
             raise
+
+    def precede(self) -> None:
+        """Let the current stream wait, for a later call. NCCL's work holds its tensors until then only."""
+        self._work.wait()
+        for tensor in self.tensors:
+            if tensor.is_cuda and tensor.layout is torch.strided:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def _wait_looking(self, timeout: timedelta) -> bool:
         began, noticed = time.monotonic(), math.inf

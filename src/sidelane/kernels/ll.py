@@ -203,7 +203,9 @@ def _ll(
     senders = (rank + 1 + turns) % N
     slots = ll_slot(p0, generation, 0, N)
     offsets = senders.to(tl.int64) * (LL_SLOT_BYTES // 8)
-    if ONCE:
+    if ONCE and N == 2:  # its alignment is known, for wide loads
+        slots, offsets = ll_slot(p1, generation, rank, N), offsets * 0
+    elif ONCE:
         for turn in tl.static_range(1, N):
             slot = ll_slot(peers[turn], generation, (rank + turn + 1) % N, N)
             offsets = tl.where(turns == turn - 1, (slot - slots) // 8, offsets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import functools
 import itertools
 import operator
 import struct
@@ -140,6 +141,11 @@ class SymmetricHeap:
             self._blocks.pop(number, None)
             self._starts = [start for start in self._starts if start[1] != number]
         _begin_generation()
+
+    @property
+    def is_empty(self) -> bool:
+        """True as long as the ranks have allocated nothing: every tensor is ordinary memory, on all of them."""
+        return not self._blocks
 
     def locate(self, tensor: torch.Tensor) -> Region:
         """Return the region of a contiguous tensor.
@@ -350,6 +356,21 @@ def symmetric_ranges() -> bytes:
     blocks = ((start, nbytes) for heap in heaps for start, _, nbytes in heap._starts)
     pools = ((found.start, found.nbytes) for heap in heaps for found in heap.pools.values())
     return b"".join(struct.pack("=QQ", start, start + nbytes) for start, nbytes in (*blocks, *pools))
+
+
+def is_outside(address: int) -> bool:
+    """Return True for an address that is neither in symmetric memory nor in a pool of this process, nor 0."""
+    return bisect.bisect(_bounds(generation_cell[0]), address) % 2 == 0
+
+
+@functools.lru_cache(maxsize=1)
+def _bounds(generation: int) -> list[int]:
+    """Return the begins and ends of symmetric memory in turns. Pools lie in it."""
+    bounds = [0, 1]
+    for start, end in sorted(struct.iter_unpack("=QQ", symmetric_ranges())):
+        if end > bounds[-1]:
+            bounds += [max(start, bounds[-1]), end]
+    return bounds
 
 
 def generation() -> int:

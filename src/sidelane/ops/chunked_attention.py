@@ -65,12 +65,9 @@ class ChunkBuffers:
         length: S.
         groups: G.
         count: number of chunks.
+        dtype: dtype of all tensors.
         widths: W of each tensor that is spread over the ranks by groups.
         results: W of each tensor that comes back.
-        dtype: dtype of all tensors.
-
-    Attributes:
-        serial: number of the call that uses the buffers.
     """
 
     def __init__(
@@ -80,19 +77,22 @@ class ChunkBuffers:
         length: int,
         groups: int,
         count: int,
+        dtype: torch.dtype,
         widths: Sequence[int],
         results: Sequence[int],
-        dtype: torch.dtype,
     ) -> None:
         n, rank = comm.world_size, comm.rank
-        self.comm, self.lock, self.serial = comm, buffer_lock(comm), 0
-        self.chunks = head_chunks(groups, n, count)
+        self._comm, self._lock, self._serial = comm, buffer_lock(comm), 0
+        self._whole: list[Tensor] = []
+        self._coming: dict[int, Work] = {}
+        self._going: list[Work] = []
+        self._chunks = head_chunks(groups, n, count)
         positions = even_parts(length, n)
         first = sum(positions[:rank])
         self._own = slice(first, first + positions[rank])
         self._mine: list[slice] = []
         self._came: list[list[Tensor]] = []
-        for chunk in self.chunks:
+        for chunk in self._chunks:
             parts = even_parts(chunk.stop - chunk.start, n)
             begin = chunk.start + sum(parts[:rank])
             self._mine.append(slice(begin, begin + parts[rank]))
@@ -110,110 +110,89 @@ class ChunkBuffers:
             for width in results
         ]
 
-    def spread(self, number: int, whole: Sequence[Tensor]) -> Work:
-        """Begin to send the groups of a chunk to their ranks. ``whole``: [B, own positions, G, W], contiguous."""
-        parts = [tensor[:, :, self.chunks[number]] for tensor in whole]
-        return self._exchange(self._came[number], parts, _GROUPS, _POSITIONS)
+    def begin(self, whole: Sequence[Tensor], order: Sequence[int]) -> int:
+        """Begin to send the groups of all chunks to their ranks, for a new call. Return its number.
 
-    def take(self, number: int, whole: Sequence[Tensor], work: Work, keeps: bool) -> list[Tensor]:
+        Args:
+            whole: tensors to spread, [B, own positions, G, W].
+            order: numbers of the chunks.
+        """
+        self._serial += 1
+        self._whole, self._going = [tensor.contiguous() for tensor in whole], []
+        self._lock.__enter__()
+        self._coming = {
+            number: self._exchange(
+                self._came[number], [tensor[:, :, self._chunks[number]] for tensor in self._whole], _GROUPS, _POSITIONS
+            )
+            for number in order
+        }
+        return self._serial
+
+    def take(self, call: int, number: int, *, keeps: bool) -> list[Tensor]:
         """Return all positions of this rank's groups of a chunk, in memory of the caller's own if it ``keeps`` them."""
+        self._require(call)
         own, found = self._own, []
-        for came, tensor in zip(self._came[number], whole, strict=True):
+        for came, tensor in zip(self._came[number], self._whole, strict=True):
             filled = torch.empty_like(came) if keeps else came
             filled[:, own] = tensor[:, :, self._mine[number]]
             found.append(filled)
-        work.wait()
+        self._coming.pop(number).wait()
         if keeps:
             for came, filled in zip(self._came[number], found, strict=True):
                 for others in (slice(0, own.start), slice(own.stop, None)):
                     filled[:, others] = came[:, others]
         return found
 
-    def give(self, number: int, computed: Sequence[Tensor]) -> Work:
-        """Begin to send results of a chunk to the ranks of their positions. ``computed``: [B, S, this rank's, W]."""
-        places = [home[:, :, self.chunks[number]] for home in self._home]
-        work = self._exchange(places, [tensor.contiguous() for tensor in computed], _POSITIONS, _GROUPS)
+    def give(self, call: int, number: int, computed: Sequence[Tensor]) -> Tensor:
+        """Begin to send results of a chunk, [B, S, this rank's, W], to the ranks of their positions. Return a token."""
+        self._require(call)
+        places = [home[:, :, self._chunks[number]] for home in self._home]
+        self._going.append(self._exchange(places, [tensor.contiguous() for tensor in computed], _POSITIONS, _GROUPS))
         for home, tensor in zip(self._home, computed, strict=True):
             home[:, :, self._mine[number]] = tensor[:, self._own]
-        return work
+        return computed[0].new_empty(0)
 
-    def collect(self, works: Sequence[Work]) -> list[Tensor]:
+    def collect(self, call: int) -> list[Tensor]:
         """Return the results of all chunks, [B, own positions, G, W], in memory of the caller's own."""
-        for work in works:
+        self._require(call)
+        for work in self._going:
             work.wait()
-        return [home.clone() for home in self._home]
+        self._whole, self._going = [], []
+        found = [home.clone() for home in self._home]
+        self._lock.__exit__(None)
+        return found
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], scatter: int, gather: int) -> Work:
         options: dict[str, Any] = {"scatter_dim": scatter, "gather_dim": gather, "copy_own_part": False}
-        work = self.comm.all_to_all(list(outputs), list(inputs), **options, async_op=True, beside=COMPUTE)
+        work = self._comm.all_to_all(list(outputs), list(inputs), **options, async_op=True, beside=COMPUTE)
         assert work is not None
         return work
 
-
-class _Passing:
-    """One direction of one call: its buffers, and its exchanges under way."""
-
-    def __init__(self, buffers: ChunkBuffers, whole: Sequence[Tensor], order: Sequence[int]) -> None:
-        buffers.serial += 1
-        self.buffers, self._serial = buffers, buffers.serial
-        self._whole = [tensor.contiguous() for tensor in whole]
-        buffers.lock.__enter__()
-        self._coming = {number: buffers.spread(number, self._whole) for number in order}
-        self._going: list[Work] = []
-
-    def take(self, number: int, keeps: bool) -> list[Tensor]:
-        self._require_buffers()
-        return self.buffers.take(number, self._whole, self._coming.pop(number), keeps)
-
-    def give(self, number: int, computed: Sequence[Tensor]) -> None:
-        self._require_buffers()
-        self._going.append(self.buffers.give(number, computed))
-
-    def collect(self) -> list[Tensor]:
-        self._require_buffers()
-        found = self.buffers.collect(self._going)
-        self.buffers.lock.__exit__(None)
-        return found
-
-    def _require_buffers(self) -> None:
-        if self._serial != self.buffers.serial:
+    def _require(self, call: int) -> None:
+        if call != self._serial:
             words = "a call in chunks began within another one of this shape, and has overwritten its buffers"
             raise RuntimeError(f"sequence_parallel_attention: {words} (value=chunks, allowed=chunks=1 for these two)")
 
 
 class _Call:
-    """One attention in chunks. ``passing``: its direction under way, forward and later backward."""
+    """One attention in chunks: the buffers of its direction under way, forward and later backward."""
+
+    buffers: ChunkBuffers
+    serial: int
 
     def __init__(self, comm: Communicator, count: int, length: int, given: Sequence[Tensor], result_width: int) -> None:
-        self.comm, self.count, self.length, self.dtype = comm, count, length, given[0].dtype
-        self.batch, self.groups = given[0].shape[0], given[0].shape[_GROUPS]
-        self.widths, self.results = tuple(tensor.shape[-1] for tensor in given), (result_width,)
+        self._comm, self._count = comm, count
+        self._widths = tuple(tensor.shape[-1] for tensor in given), (result_width,)
+        self._sizes = given[0].shape[0], length, given[0].shape[_GROUPS], count, given[0].dtype
         self.keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-        self.passing: _Passing | None = None
 
     def begin(self, whole: Sequence[Tensor], *, backward: bool) -> list[Tensor]:
         """Begin the exchanges of a direction. Return a token for each chunk."""
-        widths, results = (self.results, self.widths) if backward else (self.widths, self.results)
-        sizes = self.batch, self.length, self.groups, self.count, widths, results, self.dtype
-        buffers = cached_object(self.comm, (ChunkBuffers, *sizes), lambda: ChunkBuffers(self.comm, *sizes))
-        numbers = range(self.count)
-        self.passing = _Passing(buffers, whole, numbers[::-1] if backward else numbers)
+        key = (*self._sizes, *(self._widths[::-1] if backward else self._widths))
+        self.buffers = cached_object(self._comm, (ChunkBuffers, *key), lambda: ChunkBuffers(self._comm, *key))
+        numbers = range(self._count)
+        self.serial = self.buffers.begin(whole, numbers[::-1] if backward else numbers)
         return [whole[0].new_empty(0) for _ in numbers]
-
-    def take(self, number: int, *, keeps: bool) -> list[Tensor]:
-        assert self.passing is not None
-        return self.passing.take(number, keeps)
-
-    def give(self, number: int, computed: Sequence[Tensor]) -> Tensor:
-        """Begin to send results of a chunk. Return its token."""
-        assert self.passing is not None
-        self.passing.give(number, computed)
-        return computed[0].new_empty(0)
-
-    def end(self) -> list[Tensor]:
-        assert self.passing is not None
-        passing, self.passing = self.passing, None
-        return passing.collect()
 
 
 def attend_in_chunks(
@@ -248,7 +227,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *tokens: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.call.end()
+        return None, *ctx.call.buffers.collect(ctx.call.serial)
 
 
 class _Take(torch.autograd.Function):
@@ -257,12 +236,12 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, number: int, token: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.number = call, number
-        return tuple(call.take(number, keeps=call.keeps))
+        return tuple(call.buffers.take(call.serial, number, keeps=call.keeps))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, ctx.call.give(ctx.number, grads)
+        return None, None, ctx.call.buffers.give(ctx.call.serial, ctx.number, grads)
 
 
 class _Give(torch.autograd.Function):
@@ -271,12 +250,12 @@ class _Give(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, number: int, computed: Tensor) -> Tensor:
         ctx.call, ctx.number = call, number
-        return call.give(number, [computed])
+        return call.buffers.give(call.serial, number, [computed])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *tokens: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.call.take(ctx.number, keeps=False)
+        return None, None, *ctx.call.buffers.take(ctx.call.serial, ctx.number, keeps=False)
 
 
 class _Collect(torch.autograd.Function):
@@ -285,7 +264,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tokens: Tensor) -> Tensor:
         ctx.call = call
-        (result,) = call.end()
+        (result,) = call.buffers.collect(call.serial)
         return result
 
     @staticmethod

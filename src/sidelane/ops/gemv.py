@@ -171,10 +171,15 @@ class Tiling:
 OF_DOTS = Tiling(32, 128, 4, 2, 5, "")
 """Tiling for more than one token, which tensor cores multiply."""
 
+OF_FEW_ROWS, FEW_ROWS = Tiling(16, 256, 2, 2, 4, ""), 4096
+"""Tiling for more than one token and up to so many rows, of which larger tiles would leave units idle."""
 
-def tiling_of(tokens: int) -> Tiling:
-    """Return the fastest tiling in the measurements (results/notes/kernels.md, *GEMVs whose sums are cells*)."""
-    return OF_DOTS if tokens > 1 else Tiling()
+
+def tiling_of(tokens: int, rows: int) -> Tiling:
+    """Return the fastest tiling in the measurements (results/notes/kernels.md, *GEMVs whose sums are cells*;
+    results/h200x2/gemv-grid.txt).
+    """
+    return Tiling() if tokens == 1 else OF_FEW_ROWS if rows <= FEW_ROWS else OF_DOTS
 
 
 def shared_bytes_of(device: torch.device, per_unit: int) -> int:
@@ -234,7 +239,7 @@ class GemvAllReduce(KernelHandle):
     ) -> None:
         self.weight_dtype = weight_dtype or dtype
         self.comm, self.rows, self.tokens, self.dtype = comm, rows, tokens, dtype
-        self.tiling = tiling = tiling or tiling_of(tokens)
+        self.tiling = tiling = tiling or tiling_of(tokens, rows)
         self.padded = 1 if tokens == 1 else MOST_TOKENS
         tiles = -(-rows // tiling.rows)
         programs = programs_of(comm, tiles, tiling.per_unit)

@@ -35,9 +35,10 @@ MOST_PIECES = 64
 
 NO_HOST_KERNEL = "it has no kernel through host memory"
 
-HOST_CELLS_BYTES = 256 << 10
+HOST_CELLS_BYTES = 128 << 10
 """Largest number of bytes that ``auto`` sends to all peers in words with flags through host memory, the flags not
-counted: see ``program.kernel.HOST_LL_BYTES``."""
+counted. Between two H200s a norm of 128 KiB took 23.9 us so and 26.0 in separate calls, of 256 KiB 39.1 and 36.1, when
+all cells still crossed PCIe twice (results/notes/kernels.md)."""
 
 CachedLaunch = Callable[..., Any]
 """Function that runs a method on tensors of checked layouts."""
@@ -103,6 +104,8 @@ def host_objection(ranks: int, nbytes: int) -> str:
     """Return the reason for which ``auto`` sends no words with flags of so many bytes to each peer through host memory;
     empty: it does.
     """
+    if torch.version.hip is not None:
+        return "no kernel through host memory has run on AMD's GPUs"
     most = HOST_CELLS_BYTES // max(1, ranks - 1)
     return f"fused takes up to {most} bytes through host memory" if nbytes > most else ""
 

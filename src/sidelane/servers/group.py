@@ -28,6 +28,10 @@ SUMMED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64
 
 _NORMALISED = SUMMED[:3]
 _MOST_FUSED_RANKS = 8
+
+MOST_HOST_TOKENS = 8
+"""Largest number of tokens of a norm through host memory: the operator's ``auto`` takes so many rows of 8,192."""
+
 _SUSPENDED = "suspended"
 
 Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -168,7 +172,7 @@ class ServerGroup:
     def normalises(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Return whether :meth:`all_reduce_rms_norm` takes a sum [tokens, hidden] and a weight [hidden]."""
         return (
-            self.fuses()
+            self.fuses(x.shape[0] if x.dim() else 0)
             and self.takes(x, weight, dtypes=_NORMALISED)
             and x.dim() == 2
             and x.dtype == weight.dtype
@@ -194,9 +198,14 @@ class ServerGroup:
         self._prepared.add(kind)
         return all_reduce_rms_norm(self._counted("all_reduce_rms_norm"), x, residual, weight, eps=eps, **tensors)
 
-    def fuses(self) -> bool:
-        """Return whether :meth:`all_reduce_rms_norm` takes any tensor: kernels run here, and bits may differ."""
+    def fuses(self, tokens: int = 1) -> bool:
+        """Return whether :meth:`all_reduce_rms_norm` takes sums of so many tokens: kernels run here, bits may differ.
+
+        Through host memory ``MOST_HOST_TOKENS`` are the most.
+        """
         if self.comm is None or self._batch_invariant:
+            return False
+        if self.comm.backend.peers.through_host and tokens > MOST_HOST_TOKENS:
             return False
         return self.comm.world_size <= _MOST_FUSED_RANKS and (self.comm.device.type == "cuda" or INTERPRETED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import re
@@ -17,10 +18,12 @@ DEVICES = ("cuda", "cpu")
 
 
 def register(server: str, variable: str, replace: Callable[[], None]) -> None:
-    """Call ``replace`` if :func:`is_named` says so. What is raised is logged, and the server starts."""
+    """Call ``replace`` if :func:`is_named` says so, and offer ``deep_ep`` where none is. What is raised is logged."""
     try:
         if is_named(variable):
             replace()
+            if not importlib.util.find_spec("deep_ep") and importlib.util.find_spec("triton"):
+                importlib.import_module("sidelane.deep_ep").install()
     except Exception:
         logging.getLogger(f"{server}.{NAME}").exception("Sidelane %s: nothing was replaced", VERSION)
 

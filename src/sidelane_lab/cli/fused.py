@@ -7,9 +7,11 @@ from pathlib import Path
 
 from sidelane_lab.harness.help import HOW, OUTPUT
 from sidelane_lab.harness.options import (
+    LAUNCHES,
     WRITTEN,
     StudyOptions,
     count,
+    either,
     file_read,
     folder,
     implementations,
@@ -24,6 +26,9 @@ FUSED_OPS = (
     *("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all", "all_to_all_gemm"),
     *("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"),
 )
+
+SINGLE = "single"
+"""Launch of a graph of one call, replayed 1,000 times in a sample; a graph has several calls in a row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,9 @@ class FusedOptions(StudyOptions):
         multiple=True,
         metavar="N,N,...",
         callback=shapes,
+    )
+    launches: tuple[str, ...] = either(
+        "--launch", (*LAUNCHES, SINGLE), "Call by call; in a graph of 8 calls; or single: of one, replayed 1,000 times."
     )
     repeats: int = count("--repeats", 21, "Rounds that are measured.")
     timeline: Path | None = folder(

@@ -1,27 +1,30 @@
-"""The commands that only predict: ``sidelane machines``, ``claims``, ``pipeline``, ``plan`` and ``replay``."""
+"""Commands that predict alone: ``sidelane machines``, ``claims``, ``figure``, ``pipeline``, ``plan`` and ``replay``."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from sidelane.cli.help import LABORATORY, LOOK, PREDICT
 from sidelane.cli.output import plain_errors
 from sidelane_lab.harness.files import Written
-from sidelane_lab.harness.help import GroupedCommand, how, json_option, output, what, where
-from sidelane_lab.harness.options import MACHINE_NAME, loaded
-from sidelane_lab.harness.parameters import VERSIONS, NameChoice, given, report_option
-
-DEMO_MACHINE = "mi300x8"
-
-DLRM = "dlrm"
-PLANNED = ("llama-8b-like", "llama-70b-like")
-"""Models of `sidelane plan`: ``MODELS`` of ``sidelane_lab.model.layer``, which would take a while to load for help."""
-SHORT = {name.removesuffix("-like"): name for name in PLANNED}
-SHORT |= {name.removeprefix("llama-"): full for name, full in SHORT.items()}
-"""Shorter names of them: llama-70b, and 70b."""
+from sidelane_lab.harness.help import WHAT, WHERE, GroupedCommand, how, json_option, output, what, where
+from sidelane_lab.harness.options import (
+    MACHINE_NAME,
+    CommandOptions,
+    command,
+    count,
+    loaded,
+    option,
+    shared,
+    values_of,
+    word,
+)
+from sidelane_lab.harness.parameters import VERSIONS, given, report_option, size
 
 
 @click.command(
@@ -48,7 +51,7 @@ def machines(json: Path | None) -> None:
         ("sidelane claims --measured", "what papers claim beside what was measured here, in a checkout"),
     ),
 )
-@where("--machine", type=MACHINE_NAME, default=DEMO_MACHINE, help="mi300x8 is the papers' machine; others: measured.")
+@where("--machine", type=MACHINE_NAME, default="mi300x8", help="mi300x8 is the papers' machine; others: measured.")
 @where(
     "--results",
     type=click.Path(path_type=Path),
@@ -94,9 +97,9 @@ def claims(
                 raise ValueError(f"--results (value={str(where)!r}, allowed=a result file, or results/ of a checkout)")
             loaded("papers.command").show_measured((where,), json)
             return
-        command = loaded("papers.command")
+        comparison = loaded("papers.command")
         with_ranges = (json is None or report is not None) if ranges is None else ranges
-        sys.exit(command.main(command.ClaimsOptions(machine, json, results, version, report, with_ranges)))
+        sys.exit(comparison.main(comparison.ClaimsOptions(machine, json, results, version, report, with_ranges)))
 
 
 @click.command(
@@ -158,10 +161,10 @@ def figure(
     of the three sources is missing, a line says why. Without a number, all are listed.
     """
     with plain_errors():
-        command = loaded("papers.figure_command")
+        drawing = loaded("papers.figure_command")
         with_ranges = (len(numbers) == 1 and json is None) if ranges is None else ranges
         asked = (numbers, everything, machine, results, version or "", with_ranges, json, report)
-        command.main(command.FigureOptions(*asked))
+        drawing.main(drawing.FigureOptions(*asked))
 
 
 @click.command(
@@ -181,81 +184,83 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
         loaded("papers.overlap").main(machine, report, json)
 
 
-@click.command(
-    cls=GroupedCommand,
-    heading=PREDICT,
-    examples=(
-        ("sidelane plan --model 70b --machine h100x8", "I train 70 B with FSDP2 on eight H100s"),
-        ("sidelane plan --model 8b --machine 2xh100x8", "8 B on my two nodes of eight"),
-        ("sidelane plan --model 8b --machine h200x4 --tokens 4096", "one sequence a rank"),
-        ("sidelane plan --model llama-8b --nodes 2..128", "FSDP2 and HSDP on nodes of eight H100s"),
-        ("sidelane plan --model dlrm --nodes 128 --report out", "fused embeddings on 128 nodes of one MI210"),
-    ),
-)
-@where(
-    "--machine",
-    type=MACHINE_NAME,
-    default=None,
-    show_default="with --nodes h100x8x2, of dlrm mi210x1x128",
-    help="One of `sidelane machines`, or a TOML or JSON file.",
-)
-@where(
-    "--nodes",
-    metavar="N",
-    default="",
-    show_default="the machine's",
-    help="So many nodes of the machine instead: 16, or 2,8,32, or 2..128 for powers of two.",
-)
-@what("--model", required=True, type=NameChoice((*SHORT, *PLANNED, DLRM)), help="Model whose layers are trained.")
-@what("--fsdp", is_flag=True, help="On several nodes: only shards over all ranks, no HSDP.")
-@what("--tokens", type=int, default=8192, help="Tokens of a rank in a step.")
-@what("--sequence", type=int, default=4096, help="Length of a sequence in tokens.")
-@what(
-    "--recompute/--no-recompute",
-    default=None,
-    show_default="where the step would not fit",
-    help="Keep only the inputs of layers, and compute layers again in the backward pass.",
-)
-@what("--layers", type=int, default=None, show_default="the model's", help="Number of layers.")
-@json_option
-@report_option
-def plan(
-    machine: str | None,
-    nodes: str,
-    model: str,
-    fsdp: bool,
-    tokens: int,
-    sequence: int,
-    layers: int | None,
-    recompute: bool | None,
-    json: Path | None,
-    report: Path | None,
-) -> None:
-    """Predict a training step: memory, tokens a second, exposed communication, and the line to write.
+SHARDINGS = ("all", "FSDP2", "HSDP", "DDP")
+OPTIMIZERS = ("adamw", "adamw-8bit", "muon", "sgd-momentum", "sgd")
+NUMBER: Any = {"callback": size, "metavar": "N"}
 
-    The answer comes first: the memory of a GPU (weights, gradients, Adam, activations; an estimate) and what would fit,
-    tokens a second with Sidelane and with the vendor's library, the communication that stays exposed, and the line of
-    code. A table of ways to communicate follows: the library's kernels; these on compute units of their own;
-    all-gathers on copy engines, or reduce-scatters, too; out of buffers, as FSDP2 does it, or straight into the
-    parameters, as Sidelane does. On several nodes with shards among all ranks, and with all shards on each node (HSDP).
 
-    Of dlrm: a pass with embeddings fused with their all-to-all, and not, over what the fused operators paper leaves
-    open, next to its 21%.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions(CommandOptions):
+    """Predict a training step, or serving: does it fit, how fast is it, what to write.
+
+    The answer comes first: the memory of a GPU by part and what is left of it, or what would fit; the time of a step,
+    tokens a second, the share of the GPUs' peak; the communication that stays exposed, with Sidelane and with the
+    vendor's library; the line of code; how sure this is; what is not modelled. A table of the ways to shard and to
+    communicate follows: the library's kernels, all-gathers on copy engines, or reduce-scatters, too; out of buffers, as
+    FSDP2 does it, or straight into the parameters, as Sidelane does.
+
+    MODEL is a preset (7B, "Llama 3.1 8B", Qwen3-32B, Mixtral-8x7B, DeepSeek-V3), a config.json of Hugging Face or its
+    folder, or layers=32,hidden=4096,feed=14336,heads=32,kv_heads=8. Nothing is downloaded.
     """
-    with plain_errors():
-        if model == DLRM:
-            for name in ("fsdp", "tokens", "sequence", "layers", "recompute"):
-                if given(name):
-                    raise ValueError(f"--{name} goes with a Llama, not with --model {DLRM}")
-            study = loaded("papers.dlrm")
-            study.main(machine or study.MACHINE, nodes, report, json)
-            return
-        planning = loaded("model.plan")
-        if machine is None and not nodes:
-            raise ValueError("plan: --machine or --nodes is needed (value=neither, allowed=--machine h100x8, ...)")
-        whose = SHORT.get(model, model)
-        asked = (machine or planning.MACHINE, whose, tokens, sequence, layers, fsdp, json, nodes, report, recompute)
-        planning.main(planning.PlanOptions(*asked))
+
+    examples = (
+        ("sidelane plan --model 7B --machine 8xh100", "I train 7 B with FSDP2 on eight H100s"),
+        ("sidelane plan --model 70B --machine 2x8xh100 --tp 8", "70 B on two nodes, tensor parallel in each"),
+        ("sidelane plan --model Mixtral-8x7B --machine 8xh200 --ep 8", "experts on all ranks"),
+        ("sidelane plan --model ./config.json --machine DGX-H100", "my model, from its configuration"),
+        ("sidelane plan --model Qwen3-32B --machine 2xh200 --serve", "serving"),
+        ("sidelane plan --model 8b --nodes 2..128", "FSDP2, HSDP and DDP on nodes of eight H100s"),
+    )
+
+    machine: str = option(
+        *("--machine", "", 'Such as 8xh100, "8 x H100 SXM", DGX-H100, 2x8xh200, 256xmi300x, or a TOML or JSON file.'),
+        group=WHERE,
+        type=MACHINE_NAME,
+        show_default="with --nodes h100x8x2",
+    )
+    nodes: str = option(
+        *("--nodes", "", "So many nodes of the machine instead: 16, or 2,8,32, or 2..128 for powers of two."),
+        group=WHERE,
+        metavar="N",
+        show_default="the machine's",
+    )
+    model: str = option("--model", "", "Model that is trained or served.", required=True, show_default=False)
+    serve: bool = option("--serve", False, "Plan serving: decoding and prefill, by tensor parallelism.", is_flag=True)
+    tokens: int = option("--tokens", 8192, "Tokens of a rank in a step: 8192, or 8K.", default="8192", **NUMBER)
+    sequence: int = option("--sequence", 4096, "Length of a sequence in tokens.", default="4096", **NUMBER)
+    shard: str = word("--shard", SHARDINGS, "all", "Only this way to shard.")
+    tensor: int = option(
+        *("--tp", 0, "Ranks that share a layer (tensor and sequence parallel)."),
+        type=click.IntRange(min=0),
+        show_default="1; with --serve the best",
+    )
+    context: int = count("--cp", 1, "Ranks that share a sequence (context parallel).", group=WHAT)
+    experts: int = count("--ep", 1, "Ranks that share the experts.", group=WHAT)
+    accumulate: int = count(
+        "--accumulate", 1, "Passes whose gradients are summed before the optimizer runs.", group=WHAT
+    )
+    optimizer: str = word("--optimizer", OPTIMIZERS, "adamw", "Optimizer.")
+    dtype: str = word(
+        "--dtype", ("float32", "bfloat16", "fp8"), "float32", "Of weights; served ones are bfloat16 or fp8."
+    )
+    recompute: bool | None = option(
+        *("--recompute/--no-recompute", None, "Keep only inputs of layers, and compute layers again for backward."),
+        show_default="where the step would not fit",
+    )
+    layers: int | None = option(
+        "--layers", None, "Number of layers.", type=click.IntRange(min=1), show_default="the model's"
+    )
+    batch: int = option("--batch", 8, "With --serve: sequences that are decoded at once.", default="8", **NUMBER)
+    length: int = option("--context", 4096, "With --serve: tokens of each sequence.", default="4096", **NUMBER)
+    json: Path | None = shared(json_option, None)
+    report: Path | None = shared(report_option, None)
+
+
+def _plan(**parameters: Any) -> None:
+    loaded("model.plan").main(PlanOptions(**values_of(PlanOptions, parameters)))
+
+
+plan = command("plan", _plan, (PlanOptions,), heading=PREDICT)
 
 
 @click.command(
@@ -304,5 +309,5 @@ def replay(
     refused with the node's name.
     """
     with plain_errors():
-        command = loaded("traces.command")
-        command.main(command.ReplayOptions(trace, machine, strategies, write, write_recorded, json))
+        replaying = loaded("traces.command")
+        replaying.main(replaying.ReplayOptions(trace, machine, strategies, write, write_recorded, json))

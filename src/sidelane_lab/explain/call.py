@@ -128,7 +128,7 @@ def main(options: ExplainOptions) -> None:
         if options.packets and (machine.nodes > 1 or not takes_packets(machine)):
             raise ValueError(f"explain: --packets of {machine.name} (allowed=one node of {' or '.join(GFX942)})")
         if machine.nodes > 1:
-            explain_on(machine, options.kind, options.nbytes, options.dtype, options.json)
+            explain_on(machine, options)
             return
     found = explain(options)
     if options.json is not None:

@@ -10,9 +10,11 @@ from typing import Any
 import click
 
 from sidelane.cli.output import write_json
+from sidelane.config import NOTHING
 from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, Nodes
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.cli.explain import ExplainOptions
 from sidelane_lab.harness.parameters import given
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.harness.terminal import progress_console, say, say_written, tables_console
@@ -115,18 +117,19 @@ def _named(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def explain_on(machine: Machine, kind: Kind, nbytes: int, dtype: str, json: Path | None) -> None:
+def explain_on(machine: Machine, options: ExplainOptions) -> None:
     """Explain a call among all GPUs of several nodes, with the predicted time of every step.
 
     Raises:
         ValueError: an option that does not go with several nodes, or a collective that is not modelled.
     """
-    allowed = ("kind", "collective", "nbytes", "machine", "dtype", "json")
+    kind, nbytes, dtype, json = options.kind, options.nbytes, options.dtype, options.json
+    allowed = ("kind", "collective", "nbytes", "machine", "dtype", "json", "beside")
     for option in click.get_current_context().command.params:
         if option.name not in allowed and given(option.name or ""):
-            text = "allowed=--dtype, --json: what crosses nodes is modelled for calls of all ranks, alone and eager"
+            text = "allowed=--dtype, --json, --beside: what crosses nodes is modelled for eager calls of all ranks"
             raise ValueError(f"{option.opts[0]} does not go with the nodes of {machine.name} ({text})")
-    times = nodes_times(machine, kind, nbytes)
+    times = nodes_times(machine, kind, nbytes, options.beside != NOTHING)
     nodes, choice = nodes_of([machine.gpus] * machine.nodes), times.choice
     plan = _plan_of(kind, nbytes, nodes, dtype, times)
     if json is not None:

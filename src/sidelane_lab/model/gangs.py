@@ -51,7 +51,7 @@ def engine_gangs(machine: Machine, kind: Kind, nbytes: int, *, write_back: bool 
     """Return the collective on copy engines, as far as these reach; arguments are those of :func:`dma_gangs`."""
     if machine.nodes == 1:
         return dma_gangs(machine, kind, nbytes, write_back=write_back)
-    times = nodes_times(machine, kind, nbytes)
+    times = nodes_times(machine, kind, nbytes, beside=True)
     if times.hierarchical_us is None or times.choice.name == FLAT:
         return (_ring(machine, kind, nbytes, flat_us(machine, kind, nbytes)),)
     return _plan_gangs(machine, kind, nbytes, times)

@@ -21,9 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.device import Tiled
 from sidelane_lab.model.gemm import gemm_kernel, gemm_us
+from sidelane_lab.model.transformer import Transformer, preset
 from sidelane_lab.pairs.workload import Gemm
 
 ELEMENT = 2
@@ -38,10 +41,10 @@ ELEMENTWISE_SHARE = 0.55
 steps without communication of results/h200x2/fsdp-profile.json, over the bytes above (0.53 to 0.58)."""
 COPY_SHARE = 0.9
 """The same of copies out of gathered buffers, and of gradients that are packed (0.87 to 1.05 there)."""
-VOCABULARY = 128_256
-"""Rows of the embedding, and of the head, of Llama 3."""
-WEIGHT_BYTES, GRADIENT_BYTES, ADAM_BYTES = 4, 4, 8
-"""Bytes that a rank keeps of each parameter of its shard: weights and gradients in float32, Adam's two moments."""
+MOMENT_BYTES = {"adamw": 8, "adamw-8bit": 2, "muon": 4, "sgd-momentum": 4, "sgd": 0}
+"""Bytes of what an optimizer keeps of a parameter, of float32; half of it of bfloat16, but for 8 bits."""
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of a weight that is trained, and of its gradient."""
 LOGIT_BYTES = 10
 """Bytes of a logit while the loss is computed: bfloat16, float32, and its gradient in float32."""
 GATHERED_LAYERS = 4
@@ -51,36 +54,8 @@ WAVES = 4
 launches on streams of high priority, get in between them."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Transformer:
-    """Sizes of a decoder, with ``feed`` the width of its gated feed-forward part."""
-
-    name: str
-    layers: int
-    hidden: int
-    feed: int
-    heads: int
-    kv_heads: int
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of a layer."""
-        kv = self.hidden * self.kv_heads // self.heads
-        return self.hidden * (2 * self.hidden + 2 * kv + 3 * self.feed)
-
-    @property
-    def ends(self) -> int:
-        """Parameters of the embedding and of the head."""
-        return 2 * VOCABULARY * self.hidden
-
-
-MODELS = {
-    model.name: model
-    for model in (
-        Transformer("llama-8b-like", 32, 4096, 14336, 32, 8),
-        Transformer("llama-70b-like", 80, 8192, 28672, 64, 8),
-    )
-}
+MODELS = {name: dataclasses.replace(preset(name), name=name) for name in ("llama-8b-like", "llama-70b-like")}
+"""Models of the study of FSDP2's steps, by the names that its rows have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,21 +63,37 @@ class Step:
     """A training step of a rank.
 
     Attributes:
-        model: its sizes.
+        model: sizes of what a rank computes: its part, with tensor parallelism.
         tokens: of a rank.
         sequence: tokens that attend to each other.
         recomputed: nothing but the inputs of layers is kept for the backward pass.
+        context: ranks that share a sequence.
+        tensor: ranks that share a layer; each has its part of what is between the layer's GEMMs.
+        experts: ranks that share the experts.
+        optimizer: one of ``MOMENT_BYTES``.
+        dtype: of weights that are trained, one of ``WEIGHT_BYTES``.
     """
 
     model: Transformer
     tokens: int
     sequence: int
     recomputed: bool = False
+    context: int = 1
+    tensor: int = 1
+    experts: int = 1
+    optimizer: str = "adamw"
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.sequence < 1 or self.tokens % self.sequence:
+        if self.tokens < 1 or self.sequence < 1 or self.tokens * self.context % self.sequence:
             value = f"{self.tokens}, {self.sequence}"
-            raise ValueError(f"Step: tokens, sequence (value={value}, allowed=whole sequences of one token or more)")
+            allowed = f"whole sequences: add --sequence {self.tokens * self.context}, or change --tokens"
+            raise ValueError(f"plan: --tokens, --sequence (value={value}, allowed={allowed})")
+
+    @property
+    def gathered(self) -> int:
+        """Parameters of a layer that are gathered: without the experts of other ranks."""
+        return self.model.divided(1, self.experts).parameters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,13 +101,16 @@ class StepMemory:
     """Estimated bytes of a rank when it has most of them, at the end of the forward pass or of the backward pass.
 
     Attributes:
-        states: weights and moments of its shard.
+        weights: of its shard.
+        optimizer: moments of its shard.
         gradients: of its shard.
         activations: of its layers, and logits.
-        gathered: parameters and gradients of a few layers, and the embedding and the head.
+        gathered: parameters and gradients of a few layers, and the embedding and the head; of DDP its buckets, and
+            weights in bfloat16.
     """
 
-    states: float
+    weights: float
+    optimizer: float
     gradients: float
     activations: float
     gathered: float
@@ -124,37 +118,67 @@ class StepMemory:
     @property
     def total(self) -> float:
         """Bytes at once: activations go while gradients come."""
-        return self.states + max(self.gradients, self.activations) + self.gathered
+        return self.weights + self.optimizer + max(self.gradients, self.activations) + self.gathered
 
 
 def step_memory(step: Step, shards: int) -> StepMemory:
-    """Estimate the memory of a training step with Adam. ``shards``: ranks among which parameters are sharded.
+    """Estimate the memory of a training step. ``shards``: ranks among which a rank's parameters are sharded; 1: DDP.
 
     On two H200s, without Adam, embedding and head, it is 1 to 14% above what NCCL's steps had, and 7% below to 2% above
     Sidelane's and NCCL's on copy engines (``peak_mb`` of results/h200x2/fsdp.json).
     """
-    model, tokens = step.model, step.tokens
-    kv = model.hidden * model.kv_heads // model.heads
-    layers = model.layers * model.parameters
-    mine = (layers + model.ends) / shards
-    kept = (12 * model.hidden + 4 * kv + 8 * model.feed) * tokens  # inputs of GEMMs, norms, attention and products
-    inputs = ELEMENT * model.hidden * tokens
+    model, tokens, weight = step.model, step.tokens, WEIGHT_BYTES[step.dtype]
+    mine = (model.layers * model.parameters + model.ends) / shards
+    moments = MOMENT_BYTES[step.optimizer] * (weight / 4 if step.optimizer != "adamw-8bit" else 1)
+    # Inputs of GEMMs, norms, attention and products; with tensor parallelism norms have their part of a sequence.
+    kept = (12 * model.hidden / step.tensor + 2 * model.kv_size + 8 * width_of(model)) * tokens
+    inputs = ELEMENT * model.hidden / step.tensor * tokens
     activations = model.layers * inputs + kept if step.recomputed else model.layers * kept
-    logits = LOGIT_BYTES * tokens * VOCABULARY
-    gathered = ELEMENT * (GATHERED_LAYERS * model.parameters + model.ends)
-    return StepMemory((WEIGHT_BYTES + ADAM_BYTES) * mine, GRADIENT_BYTES * mine, activations + logits, gathered)
+    logits = LOGIT_BYTES * tokens * model.vocabulary
+    gathered = (
+        mine * (weight + ELEMENT % weight) if shards == 1 else ELEMENT * (GATHERED_LAYERS * step.gathered + model.ends)
+    )
+    return StepMemory(weight * mine, moments * mine, weight * mine, activations + logits, gathered)
 
 
-def ends_us(machine: Machine, step: Step, shards: int) -> float:
-    """Estimate what a step has beside its layers: the head's GEMMs and its loss, and Adam. Compared with nothing."""
-    model, tokens = step.model, step.tokens
-    forward, of_inputs = (tokens, VOCABULARY, model.hidden), (tokens, model.hidden, VOCABULARY)
-    shapes = (forward, of_inputs, (VOCABULARY, model.hidden, tokens))
-    head_us = sum(gemm_us(machine, Gemm(*shape, "bfloat16")) for shape in shapes)
-    loss = 2 * LOGIT_BYTES * tokens * VOCABULARY  # written and read once
-    states = WEIGHT_BYTES + ADAM_BYTES
-    adam = (2 * states + GRADIENT_BYTES) * (model.layers * model.parameters + model.ends) / shards
-    return head_us + (loss / ELEMENTWISE_SHARE + adam / COPY_SHARE) / _reachable(machine)
+def width_of(model: Transformer) -> int:
+    """Return the width of all feed-forward parts that a token goes through in a layer."""
+    return model.active * model.expert_feed + model.shared if model.experts else model.feed
+
+
+def head_us(machine: Machine, step: Step) -> float:
+    """Estimate the head's GEMMs, and the loss. It was compared with nothing."""
+    tokens, words, hidden = step.tokens, step.model.vocabulary, step.model.hidden
+    shapes = ((tokens, words, hidden), (tokens, hidden, words), (words, hidden, tokens))
+    loss_us = 2 * LOGIT_BYTES * tokens * words / ELEMENTWISE_SHARE / reachable(machine)  # written and read once
+    return loss_us + sum(gemm_us(machine, Gemm(*shape, "bfloat16")) for shape in shapes)
+
+
+def optimizer_us(machine: Machine, memory: StepMemory) -> float:
+    """Estimate the time of the optimizer, which reads and writes what it has. It was compared with nothing."""
+    return (2 * (memory.weights + memory.optimizer) + memory.gradients) / COPY_SHARE / reachable(machine)
+
+
+def parallel_us(machine: Machine, step: Step) -> float:
+    """Return the time of the collectives of tensor, context and expert parallelism, by the library in a node.
+
+    A layer has two sums over ranks that share it, forward and backward; keys and values are gathered for each pass, and
+    their gradients scattered; tokens go to experts and back. Nothing runs beside them. It was compared with nothing.
+    """
+    rows = ELEMENT * step.tokens
+    times = 6 if step.recomputed else 4
+    parts = (
+        (times, Kind.ALL_REDUCE, step.tensor, rows * step.model.hidden),
+        (3, Kind.ALL_GATHER, step.context, rows * step.context * step.model.kv_size),
+        (times, Kind.ALL_TO_ALL, step.experts, rows * step.model.active * step.model.hidden),
+    )
+    node = dataclasses.replace(machine, nodes=1)
+    each = (
+        count * library_us(dataclasses.replace(node, gpus=ranks), kind, nbytes)
+        for count, kind, ranks, nbytes in parts
+        if ranks > 1
+    )
+    return step.model.layers * sum(each)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,36 +209,41 @@ def layer_kernels(machine: Machine, step: Step, way: Pass) -> tuple[Tiled, ...]:
 
     gemms = [gemm_kernel(machine, gemm) for gemm in gemms_of(step, backward=way.backward)]
     elementwise, copies = elementwise_bytes(machine, step, way), copied_bytes(machine, step, way)
-    whole_us = (elementwise / ELEMENTWISE_SHARE + copies / COPY_SHARE) / _reachable(machine)
+    whole_us = (elementwise / ELEMENTWISE_SHARE + copies / COPY_SHARE) / reachable(machine)
     between = short("elements", whole_us / len(gemms), (elementwise + copies) / len(gemms))
     kernels = [one for gemm in gemms for one in (between, gemm)]
     attention = short("attention", attention_us(machine, step, backward=way.backward))
-    kernels.insert(len(kernels) - 4 if way.backward else 2, attention)  # beside the GEMMs of its inputs
+    inputs = 2 * len(step.model.attention()) - 2  # kernels of the GEMMs of its inputs, which it stands beside
+    kernels.insert(len(kernels) - 2 * inputs if way.backward else inputs, attention)
     return tuple(kernels)
 
 
 def gemms_of(step: Step, *, backward: bool) -> list[Gemm]:
-    """Return the GEMMs of a layer, with the matrices of one input as one."""
-    model, rows = step.model, step.tokens
-    kv = model.hidden * model.kv_heads // model.heads
-    shapes = [(model.hidden + 2 * kv, model.hidden), (model.hidden, model.hidden)]
-    shapes += [(2 * model.feed, model.hidden), (model.hidden, model.feed)]
+    """Return the GEMMs of a layer, with the matrices of one input as one; those of a rank's experts count as one."""
+    model = step.model
+    shapes = [(step.tokens, *matrix) for matrix in (*model.attention(), *model.gated(model.shared))]
+    if model.experts:
+        shapes += [(step.tokens * model.active, *matrix) for matrix in model.gated(model.expert_feed)]
+    else:
+        shapes += [(step.tokens, *matrix) for matrix in model.gated(model.feed)]
     if not backward:
-        return [Gemm(rows, n, k, "bfloat16") for n, k in shapes]
-    return [Gemm(*shape, "bfloat16") for n, k in reversed(shapes) for shape in ((rows, k, n), (n, k, rows))]
+        return [Gemm(rows, n, k, "bfloat16") for rows, n, k in shapes]
+    both = (shape for rows, n, k in reversed(shapes) for shape in ((rows, k, n), (n, k, rows)))
+    return [Gemm(*shape, "bfloat16") for shape in both]
 
 
 def attention_us(machine: Machine, step: Step, *, backward: bool) -> float:
     """Return the attention's time in a layer, with all units; half of it is masked."""
-    flops = 2.0 * step.tokens * (step.sequence + ATTENTION_RAMP) * step.model.hidden * (2.5 if backward else 1.0)
+    width = step.model.heads * (step.model.head_size + (step.model.latent or (step.model.head_size,))[-1]) / 2
+    flops = 2.0 * step.tokens * (step.sequence + ATTENTION_RAMP) * width * (2.5 if backward else 1.0)
     return flops / (machine.gpu.peak_tflops * ATTENTION_EFFICIENCY * 1e6)
 
 
 def elementwise_bytes(machine: Machine, step: Step, way: Pass) -> float:
     """Return the bytes that element-wise kernels move in a layer: of activations, and casts of shards."""
     model = step.model
-    rotated, gated = 10 * model.kv_heads / model.heads, model.feed / model.hidden
-    passes = 35 + rotated + 9 * gated if way.backward else 20 + rotated + 5 * gated
+    rotated, gated = 5 * model.kv_size / model.hidden, width_of(model) / model.hidden
+    passes = (35 if way.backward else 20) / step.tensor + rotated + (9 if way.backward else 5) * gated
     shard = model.parameters / machine.world_size
     return passes * step.tokens * model.hidden * ELEMENT + 6 * shard * (way.gathered + way.backward)
 
@@ -222,7 +251,7 @@ def elementwise_bytes(machine: Machine, step: Step, way: Pass) -> float:
 def copied_bytes(machine: Machine, step: Step, way: Pass) -> float:
     """Return the bytes of copies into and out of gathered buffers, and of gradients that are packed, in a layer."""
     buffers = 1 + 1 / machine.world_size if way.gathered and not way.straight else 0.0
-    return 4 * step.model.parameters * (buffers + way.backward)
+    return 4 * step.gathered * (buffers + way.backward)
 
 
 def parts_us(machine: Machine, step: Step, *, straight: bool = False) -> dict[str, float]:
@@ -235,11 +264,11 @@ def parts_us(machine: Machine, step: Step, *, straight: bool = False) -> dict[st
     ):
         found["gemm"] += count * sum(gemm_us(machine, gemm) for gemm in gemms_of(step, backward=way.backward))
         found["attention"] += count * attention_us(machine, step, backward=way.backward)
-        found["elementwise"] += count * elementwise_bytes(machine, step, way) / ELEMENTWISE_SHARE / _reachable(machine)
-        found["copies"] += count * copied_bytes(machine, step, way) / COPY_SHARE / _reachable(machine)
+        found["elementwise"] += count * elementwise_bytes(machine, step, way) / ELEMENTWISE_SHARE / reachable(machine)
+        found["copies"] += count * copied_bytes(machine, step, way) / COPY_SHARE / reachable(machine)
     return found
 
 
-def _reachable(machine: Machine) -> float:
+def reachable(machine: Machine) -> float:
     """Return the bytes of memory in a microsecond."""
     return machine.gpu.memory_gbps * float(machine.matmul.memory_efficiency) * 1e3

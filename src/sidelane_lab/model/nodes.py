@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane.integrations.nodes.topology import NodesChoice, choose_steps
+from sidelane.integrations.nodes.topology import NodesChoice, choose_steps, count_pieces
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.node_steps import Step, nodes_of, pieces_of
+from sidelane_lab.model.node_steps import Step, nodes_of
 from sidelane_lab.model.nodes_baselines import TREES, flat, tree
 from sidelane_lab.model.nodes_program import planned
 
@@ -56,23 +56,24 @@ class NodesTimes:
 
 
 @remembered("gpu", "links", "dma", "library")
-def nodes_times(machine: Machine, kind: Kind, nbytes: int) -> NodesTimes:
+def nodes_times(machine: Machine, kind: Kind, nbytes: int, beside: bool = False) -> NodesTimes:
     """Predict a collective among all GPUs of several nodes.
 
     Args:
         machine: several nodes that are connected.
         kind: one of :data:`KINDS`; a broadcast is from rank 0.
         nbytes: gathered bytes of an all_gather, the local buffer of the others.
+        beside: True if the call runs next to a computation, by which a process group chooses.
 
     Raises:
         ValueError: another kind, one node, or nodes that are not connected.
     """
     flat_us, tree_us = library_times(machine, kind, nbytes)
-    choice = choose_steps(kind, nbytes, nodes_of([machine.gpus] * machine.nodes))
+    choice = choose_steps(kind, nbytes, nodes_of([machine.gpus] * machine.nodes), beside=beside)
     hierarchical: float | None = None
     steps: tuple[TimedStep, ...] = ()
     if machine.gpus > 1:
-        plans = planned(machine, kind, nbytes, pieces_of(choice, nbytes))
+        plans = planned(machine, kind, nbytes, count_pieces(nbytes))
         run = plans.simulate()
         hierarchical = run.time_us
         steps = tuple(TimedStep(step, run.stamps[0, begin], run.stamps[0, end]) for step, begin, end in plans.steps)

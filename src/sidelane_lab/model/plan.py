@@ -1,7 +1,7 @@
-"""Planning a training step on a machine one does not have: what communication stays exposed, and what to change.
+"""Planning a training step on a machine one does not have: does it fit, how fast is it, and what to write.
 
-Among several nodes a step is planned for each number of them, with layers sharded over all ranks (FSDP2), and with all
-shards on each node (HSDP).
+Among several nodes a step is planned for each number of them, with layers sharded over all ranks (FSDP2), with all
+shards on each node (HSDP), and with whole layers on each rank (DDP).
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sidelane_lab.cli.model import PlanOptions
 from sidelane_lab.harness.table import Line, Table, without_empty_columns
 from sidelane_lab.harness.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.load import MOST_NODES, find, with_nodes
 from sidelane_lab.machines.numbers import write_report
 from sidelane_lab.machines.ranges import Band
 from sidelane_lab.machines.spec import Machine, RunStatus
-from sidelane_lab.model.layer import ADAM_BYTES, MODELS, WEIGHT_BYTES, Step, ends_us, step_memory
-from sidelane_lab.model.training import WAYS, StepTimes, step_times, sustained
+from sidelane_lab.model import serving
+from sidelane_lab.model.layer import WEIGHT_BYTES, Step, StepMemory, head_us, optimizer_us, parallel_us, step_memory
+from sidelane_lab.model.training import DDP, FSDP, HSDP, WAYS, StepTimes, step_times, sustained
+from sidelane_lab.model.transformer import read_model
 
-WORTH = 0.01
-"""Share of a step that a change must save to be named."""
 MACHINE = "h100x8x2"
 """Machine of a plan for several nodes that names none: nodes of eight H100s on rails."""
-FSDP, HSDP = "FSDP2", "HSDP"
-"""Names of the ways to shard among several nodes: over all ranks, and in each node with replicas among nodes."""
 CODE = {
     "straight all-gather": "fsdp.enable(model)",
     "straight both": "fsdp.enable(model)",
@@ -35,8 +34,7 @@ CODE = {
     "dma both": "fsdp.enable(model, zero_copy=False)",
 }
 """Calls that a program writes, by strategy."""
-SMALL_ADAM_BYTES = 2
-"""Bytes of both moments of a parameter where an optimizer keeps them in 8 bits."""
+SURE = "FSDP2 steps of Llama's layers on two and four H200s were predicted within 6%"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,9 +42,9 @@ class PlannedStep:
     """A step, sharded in one of the ways, under one strategy.
 
     Attributes:
-        sharding: ``FSDP2`` or ``HSDP``.
+        sharding: ``FSDP2``, ``HSDP`` or ``DDP``.
         strategy: one of ``STRATEGIES``.
-        times: of the step.
+        times: of the layers of one pass, without tensor, context and expert parallelism.
     """
 
     sharding: str
@@ -55,55 +53,82 @@ class PlannedStep:
 
     @property
     def exposed_percent(self) -> float:
-        """Exposed communication in percent of the step."""
+        """Exposed communication in percent of the layers' time."""
         return 100 * self.times.exposed_us / self.times.time_us
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """A step on a machine in every way: the first is the library's kernels, with shards among all ranks."""
+    """A step on a machine in every way: the first is the library's kernels, with shards among all ranks.
+
+    Attributes:
+        machine: all of its GPUs.
+        step: a rank's step.
+        ways: ways to shard and to communicate.
+        accumulate: passes of a step.
+    """
 
     machine: Machine
     step: Step
     ways: tuple[PlannedStep, ...]
+    accumulate: int = 1
 
     @property
     def usual(self) -> PlannedStep:
-        """The library's kernels."""
-        return self.ways[0]
+        """The library's kernels, with the sharding of the best way."""
+        return next((one for one in self.ways if one.sharding == self.best.sharding), self.ways[0])
 
     @property
     def best(self) -> PlannedStep:
         """The fastest of those that fit, or of all where none fits."""
-        return min(self.fitting or self.ways, key=lambda one: one.times.time_us)
+        return min(self.fitting or self.ways, key=self.step_us)
 
     @property
     def fitting(self) -> list[PlannedStep]:
         """The ways that have enough memory."""
         return [one for one in self.ways if fits(self.machine, self.step, one.sharding)]
 
+    def step_us(self, one: PlannedStep) -> float:
+        """Return the time of a step with all of its passes, the head, the loss and the optimizer."""
+        going, step = sustained(self.machine), self.step
+        each = one.times.time_us + parallel_us(self.machine, step) + head_us(going, step)
+        return self.accumulate * each + optimizer_us(going, memory_of(self.machine, step, one.sharding))
+
+    def exposed_us(self, one: PlannedStep) -> float:
+        """Return what communication adds to a step."""
+        return self.accumulate * (one.times.exposed_us + parallel_us(self.machine, self.step))
+
     def tokens_per_s(self, one: PlannedStep) -> float:
-        """Return the tokens of all ranks in a second, with embedding, head and optimizer estimated."""
-        others_us = ends_us(sustained(self.machine), self.step, _shards(self.machine, one.sharding))
-        return self.machine.world_size * self.step.tokens / (one.times.time_us + others_us) * 1e6
+        """Return the tokens of all ranks in a second."""
+        tokens = self.accumulate * self.step.tokens * self.machine.world_size / self.step.tensor
+        return tokens / self.step_us(one) * 1e6
+
+    def utilization(self, one: PlannedStep) -> float:
+        """Return the share of the GPUs' peak that a step's operations need, attention masked, nothing counted twice."""
+        model, peak = self.step.model, self.machine.gpu.peak_tflops * 1e12 * self.machine.world_size
+        attention = 6 * model.layers * model.heads * model.head_size * self.step.sequence
+        return self.tokens_per_s(one) * self.step.tensor * (6 * model.computed + attention) / peak
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the objects that ``--json`` writes."""
+        step = dataclasses.asdict(self.step)
+        del step["model"]
         asked = {
             "model": self.step.model.name,
             "layers": self.step.model.layers,
-            "tokens": self.step.tokens,
-            "sequence": self.step.sequence,
-            "recomputed": self.step.recomputed,
+            **step,
+            "accumulate": self.accumulate,
             "nodes": self.machine.nodes,
             "gpus_per_node": self.machine.gpus,
         }
         return [
             {
                 **asked,
-                "memory_gb": memory_gb(self.machine, self.step, one.sharding),
+                "memory_gb": memory_of(self.machine, self.step, one.sharding).total / 1e9,
                 "fits": one in self.fitting,
                 "tokens_per_s": self.tokens_per_s(one),
+                "step_us": self.step_us(one),
+                "mfu": self.utilization(one),
                 "sharding": one.sharding,
                 "strategy": one.strategy,
                 **dataclasses.asdict(one.times),
@@ -111,41 +136,6 @@ class TrainingPlan:
             }
             for one in self.ways
         ]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """Options of ``sidelane plan``.
-
-    Attributes:
-        machine: in the catalogue, or a file.
-        model: one of ``MODELS``.
-        tokens: of a rank.
-        sequence: tokens that attend to each other.
-        layers: None: the model's.
-        fsdp: on several nodes, layers are sharded over all ranks alone; without it the plan has HSDP, too.
-        json: file for the numbers, or ``written.STDOUT``.
-        nodes: numbers of nodes, as :func:`parse_nodes` reads them; empty: the machine's.
-        report: folder for the numbers and a picture of several nodes; None: none.
-        recompute: nothing but the inputs of layers is kept for the backward pass; None: where it would not fit.
-    """
-
-    machine: str
-    model: str
-    tokens: int = 8192
-    sequence: int = 4096
-    layers: int | None = None
-    fsdp: bool = False
-    json: Path | None = None
-    nodes: str = ""
-    report: Path | None = None
-    recompute: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise ValueError(f"plan: --model (value={self.model!r}, allowed={', '.join(MODELS)})")
-        if self.layers is not None and self.layers < 1:
-            raise ValueError(f"plan: --layers (value={self.layers}, allowed=1 or more)")
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
@@ -175,26 +165,34 @@ def main(options: PlanOptions) -> None:
     """Print a step in every way, on each number of nodes that is asked for, and what to change.
 
     Raises:
-        ValueError: no such machine, tokens that are no whole sequences, or numbers of nodes that are none.
+        ValueError: no such machine or model, tokens that are no whole sequences, numbers of nodes that are none, or
+            ranks that do not share a layer, a sequence or experts evenly.
     """
-    machine = find(options.machine)
-    model = MODELS[options.model]
-    if options.layers is not None:
-        model = dataclasses.replace(model, layers=options.layers)
-    step = Step(model, options.tokens, options.sequence)
+    if not options.machine and not options.nodes:
+        raise ValueError("plan: --machine or --nodes is needed (value=neither, allowed=--machine 8xh100, ...)")
+    machine, model = find(options.machine or MACHINE), read_model(options.model)
+    model = dataclasses.replace(model, layers=options.layers or model.layers)
+    if options.serve:
+        serving.main(machine, model, options)
+        return
+    if options.dtype not in WEIGHT_BYTES:
+        raise ValueError(f"plan: --dtype (value={options.dtype}, allowed={', '.join(WEIGHT_BYTES)} without --serve)")
     counts = parse_nodes(options.nodes) if options.nodes else (machine.nodes,)
     if counts == (1,) and options.report is not None:
-        raise ValueError("plan: --report (allowed=with several nodes, or --model dlrm)")
-    if counts != (1,) and machine.gpus == 1:
-        raise ValueError(f"plan: nodes of {machine.name} (value=1 GPU, allowed=2 and more, but for --model dlrm)")
+        raise ValueError("plan: --report (allowed=with several nodes)")
+    tensor = options.tensor or 1
+    for flag, ranks in (("--tp", tensor), ("--cp", options.context), ("--ep", options.experts)):
+        if machine.gpus % ranks:
+            raise ValueError(f"plan: {flag} (value={ranks}, allowed=divisors of {machine.gpus}, the GPUs of a node)")
+    names = ("tokens", "sequence", "context", "experts", "optimizer", "dtype")
+    step = Step(model.divided(tensor), tensor=tensor, **{name: getattr(options, name) for name in names})
     console = tables_console(options.json)
     plans = []
     with progress("simulating") as update:
-        for count in counts:
-            there = with_nodes(machine, count)
-            update(there.title)
-            kept = _kept(there, step, options.recompute)
-            plans.append(plan(there, kept, (FSDP,) if options.fsdp else (FSDP, HSDP), update))
+        for nodes in counts:
+            there = with_nodes(machine, nodes)
+            shardings = (FSDP, HSDP, DDP) if options.shard == "all" else (options.shard,)
+            plans.append(plan(there, _kept(there, step, options.recompute), shardings, update, options.accumulate))
     first_and_last = [*plans[:1], *plans[1:][-1:]]
     for line in (line for one in first_and_last for line in answer(one)):
         say(console, line, style="bold")
@@ -203,15 +201,14 @@ def main(options: PlanOptions) -> None:
     for line in (line for one in first_and_last for line in advice(one)):
         say(console, line)
     rows = [row for one in plans for row in one.rows()]
-    files = write_report(options.json, options.report, "plan", machine, rows, f"plan-{model.name}-nodes")
     if options.report is not None:
         draw_plans(plans, options.report)
-    say_written(files)
+    say_written(write_report(options.json, options.report, "plan", machine, rows, f"plan-{model.name}-nodes"))
 
 
-def memory_gb(machine: Machine, step: Step, sharding: str = FSDP) -> float:
-    """Estimate the memory of a GPU in a step, in 10^9 bytes."""
-    return step_memory(step, _shards(machine, sharding)).total / 1e9
+def memory_of(machine: Machine, step: Step, sharding: str = FSDP) -> StepMemory:
+    """Estimate the memory of a GPU in a step."""
+    return step_memory(step, {FSDP: machine.world_size, HSDP: machine.gpus}.get(sharding, step.tensor) // step.tensor)
 
 
 def fits(machine: Machine, step: Step, sharding: str = FSDP) -> bool:
@@ -219,11 +216,7 @@ def fits(machine: Machine, step: Step, sharding: str = FSDP) -> bool:
 
     Data sheets' gigabytes are 2^30 bytes, of which driver, contexts and gaps take some: 10^9 are taken to be left.
     """
-    return memory_gb(machine, step, sharding) <= machine.gpu.memory_gb
-
-
-def _shards(machine: Machine, sharding: str) -> int:
-    return machine.gpus if sharding == HSDP else machine.world_size
+    return memory_of(machine, step, sharding).total / 1e9 <= machine.gpu.memory_gb
 
 
 def _kept(machine: Machine, step: Step, recompute: bool | None) -> Step:
@@ -232,70 +225,93 @@ def _kept(machine: Machine, step: Step, recompute: bool | None) -> Step:
 
 
 def answer(planned: TrainingPlan) -> list[str]:
-    """Say whether a step fits, what it reaches, what stays exposed, and what to write where it fits."""
+    """Say whether a step fits, what it reaches, what stays exposed, what to write where it fits, and how sure it is."""
     machine, step, best, usual = planned.machine, planned.step, planned.best, planned.usual
     is_enough = bool(planned.fitting)
-    lines = [f"{step.model.name} {'fits' if is_enough else 'does not fit'} on {machine.title} ({machine.runs})."]
-    lines += _memory_words(machine, step, best.sharding)
+    left = machine.gpu.memory_gb - memory_of(machine, step, best.sharding).total / 1e9
+    lines = [serving.verdict(step.model, machine, left), *_memory_words(machine, step, best.sharding)]
     if not is_enough:
         lines += _what_fits(machine, step)
-    ours, theirs = map(planned.tokens_per_s, (best, dataclasses.replace(usual, sharding=best.sharding)))
-    condition = "" if is_enough else "If it did: "
+    ours, theirs = (f"{planned.tokens_per_s(one) / machine.world_size:,.0f}" for one in (best, usual))
     lines += [
-        f"{condition}{ours:,.0f} tokens a second of all GPUs with Sidelane, {theirs:,.0f} with the vendor's library.",
-        f"Exposed communication: {_exposed(best)} of a step with Sidelane, {_exposed(usual)} with the library.",
+        f"{'A step takes' if is_enough else 'If it did: a step of'} {planned.step_us(best) / 1e6:.2f} s: "
+        f"{planned.tokens_per_s(best):,.0f} tokens/s, {ours} per GPU ({theirs} with the vendor's library), "
+        f"MFU {100 * planned.utilization(best):.0f}%.",
+        f"Exposed communication: {_exposed(planned, best)} of a step with Sidelane, {_exposed(planned, usual)} with "
+        "the library.",
     ]
-    if not is_enough:
-        return lines
+    if is_enough:
+        lines.append(_to_write(planned))
+    uncompared = {
+        best.sharding: best.sharding != FSDP,
+        "several nodes": machine.nodes > 1,
+        "--tp, --cp and --ep": step.tensor * step.context * step.experts > 1,
+        "experts": step.model.experts > 0,
+    }
+    others = ", ".join(words for words, is_so in uncompared.items() if is_so)
+    lines.append(f"How sure: {machine.runs}; {SURE}{f'; {others}: compared with nothing' if others else ''}.")
+    return lines + serving.left_out(step.model)
+
+
+def _to_write(planned: TrainingPlan) -> str:
+    """Return the line of code for the recommended way."""
+    machine, step, best = planned.machine, planned.step, planned.best
     if machine.runs is RunStatus.UNSUPPORTED:
-        lines.append("Sidelane has never run on AMD GPUs: the plan says what copy engines could give.")
-    elif best.strategy not in CODE:
-        lines.append("Leave the vendor's library: copy engines would not be faster.")
-    else:
-        mesh = ""
-        if best.sharding == HSDP:
-            mesh = f", mesh=init_device_mesh('cuda', ({machine.nodes}, {machine.gpus}))"
-        code = CODE[best.strategy]
-        lines.append(f"Write after fully_shard(model{mesh}): from sidelane import fsdp; enabled = {code}")
-    return lines
+        return "Sidelane has never run on AMD GPUs: the plan says what copy engines could give."
+    if best.sharding == DDP:
+        return "Write DistributedDataParallel(model), and leave its sums to the vendor's library."
+    if best.strategy not in CODE:
+        return "Write fully_shard(model), and leave the vendor's library: copy engines would not be faster."
+    ranks = machine.gpus // step.tensor
+    dims = (machine.nodes, ranks) if best.sharding == HSDP else (machine.nodes * ranks,)
+    mesh = f", mesh=init_device_mesh('cuda', {dims})" if best.sharding == HSDP else ""
+    mesh = f", mesh=the mesh of {' x '.join(map(str, dims))} beside tp" if step.tensor > 1 else mesh
+    return f"Write after fully_shard(model{mesh}): from sidelane import fsdp; enabled = {CODE[best.strategy]}"
 
 
-def _exposed(one: PlannedStep) -> str:
-    return f"{_ms(one.times.exposed_us)} ms ({one.exposed_percent:.0f}%)"
+def _exposed(planned: TrainingPlan, one: PlannedStep) -> str:
+    exposed = planned.exposed_us(one)
+    return f"{_ms(exposed)} ms ({100 * exposed / planned.step_us(one):.0f}%)"
 
 
 def _memory_words(machine: Machine, step: Step, sharding: str) -> list[str]:
-    memory = step_memory(step, _shards(machine, sharding))
-    parts = (memory.total, memory.states + memory.gradients, memory.activations, memory.gathered)
-    total, states, activations, gathered = (f"{part / 1e9:.0f}" for part in parts)
+    memory = memory_of(machine, step, sharding)
     how = f"under {sharding}" + (", with layers recomputed" if step.recomputed else "")
+    parts = {
+        "weights": memory.weights,
+        "optimizer": memory.optimizer,
+        "gradients": memory.gradients,
+        "activations": memory.activations,
+        "buckets and casts" if sharding == DDP else "gathered layers": memory.gathered,
+    }
+    words = ", ".join(f"{name} {nbytes / 1e9:.0f}" for name, nbytes in parts.items())
     return [
-        f"Each GPU has {machine.gpu.memory_gb:.0f} GB and needs about {total} GB {how}.",
-        f"Weights, gradients and Adam in float32 take {states} GB, activations {activations}, "
-        f"gathered layers {gathered}.",
+        f"Each GPU has {machine.gpu.memory_gb:.0f} GB and needs about {memory.total / 1e9:.0f} GB {how}.",
+        f"GB: {words} (gradients replace activations).",
     ]
 
 
 def _what_fits(machine: Machine, step: Step) -> list[str]:
     """Say what makes a step fit, if anything does: more GPUs, smaller moments, fewer tokens."""
-    memory, ways = step_memory(step, machine.world_size), []
     again = dataclasses.replace(step, recomputed=True)
     more = (with_nodes(machine, 1 << power) for power in range(MOST_NODES.bit_length()))
     larger = next((one for one in more if one.world_size > machine.world_size and fits(one, again)), None)
-    if not step.recomputed and fits(machine, again):
-        ways.append(f"with recomputed layers ({memory_gb(machine, again):.0f} GB; --recompute)")
-    if larger is not None:
-        words = "" if step.recomputed else " with recomputed layers"
-        ways.append(f"on {larger.world_size} such GPUs{words} ({memory_gb(larger, again):.0f} GB a GPU)")
-    saved = memory.states * (ADAM_BYTES - SMALL_ADAM_BYTES) / (ADAM_BYTES + WEIGHT_BYTES)
-    if memory.total - saved <= machine.gpu.memory_gb * 1e9:
-        ways.append(f"here with 8-bit moments of Adam ({(memory.total - saved) / 1e9:.0f} GB)")
-    least = dataclasses.replace(step, tokens=step.sequence)
-    if fits(machine, least):
-        ways.append(f"with --tokens {least.tokens} ({memory_gb(machine, least):.0f} GB)")
+    words = "" if step.recomputed else " with recomputed layers"
+    tried = [
+        (f"on {larger.world_size} such GPUs{words}" if larger else "", larger or machine, again),
+        ("here with --recompute" if not step.recomputed else "", machine, again),
+        ("here with --optimizer adamw-8bit", machine, dataclasses.replace(again, optimizer="adamw-8bit")),
+        ("here with --dtype bfloat16", machine, dataclasses.replace(again, dtype="bfloat16")),
+        (f"with --tokens {step.sequence}", machine, dataclasses.replace(again, tokens=step.sequence)),
+    ]
+    ways = [
+        f"{words} ({memory_of(where, what).total / 1e9:.0f} GB a GPU)"
+        for words, where, what in tried
+        if words and fits(where, what)
+    ]
     if ways:
         return [f"It fits {', or '.join(ways)}."]
-    return ["Nothing fits: neither recomputed layers, more such GPUs, 8-bit moments of Adam, nor fewer tokens."]
+    return ["Nothing fits: neither recomputed layers, more such GPUs, smaller moments or weights, nor fewer tokens."]
 
 
 def plan(
@@ -303,25 +319,32 @@ def plan(
     step: Step,
     shardings: Sequence[str] = (FSDP, HSDP),
     progress: Callable[[str], None] = lambda text: None,
+    accumulate: int = 1,
 ) -> TrainingPlan:
     """Predict a step in every way.
 
     Args:
         machine: one node; or several, in each of the shardings.
         step: the model and its tokens.
-        shardings: among several nodes.
+        shardings: ways to shard, of which one node has no HSDP, and experts of several ranks no DDP.
         progress: is called with each way.
+        accumulate: passes of a step.
+
+    Raises:
+        ValueError: none of the shardings is possible.
     """
+    ranks = dataclasses.replace(machine, gpus=machine.gpus // step.tensor)
+    apart = {HSDP: machine.nodes > 1 and ranks.gpus > 1, DDP: step.experts == 1}
     ways = []
-    for sharding in shardings if machine.nodes > 1 else (FSDP,):
+    for sharding in (one for one in shardings if apart.get(one, True)):
         for strategy, way in WAYS.items():
             # Through host memory FSDP2 cannot gather into the parameters (docs/guide/without-nvlink.md).
-            if not (way.straight and machine.through_host):
+            if (not (way.straight and machine.through_host) and ranks.gpus > 1 and sharding != DDP) or not way.gathers:
                 progress(f"{machine.title}, {sharding}, {strategy}")
-                ways.append(
-                    PlannedStep(sharding, strategy, step_times(machine, step, strategy, hybrid=sharding == HSDP))
-                )
-    return TrainingPlan(machine, step, tuple(ways))
+                ways.append(PlannedStep(sharding, strategy, step_times(ranks, step, strategy, sharding=sharding)))
+    if not ways:
+        raise ValueError(f"plan: --shard (value={', '.join(shardings)}, allowed=FSDP2 on {machine.title})")
+    return TrainingPlan(machine, step, tuple(ways), accumulate)
 
 
 def plan_table(plans: Sequence[TrainingPlan]) -> Table:
@@ -332,20 +355,26 @@ def plan_table(plans: Sequence[TrainingPlan]) -> Table:
     for planned in plans:
         for one in planned.ways:
             times = (one.times.time_us, one.times.compute_us, one.times.communication_us, one.times.exposed_us)
-            where = (str(planned.machine.nodes), one.sharding) if is_among else ("", "")
-            cells = (*where, one.strategy, *map(_ms, times), f"{one.exposed_percent:.0f}")
-            lines.append(Line(cells))
+            memory = f"{memory_of(planned.machine, planned.step, one.sharding).total / 1e9:.0f}"
+            cells = (
+                one.sharding,
+                one.strategy,
+                memory if one in planned.fitting else f"{memory} (no)",
+                *map(_ms, times),
+            )
+            lines.append(Line((str(planned.machine.nodes) if is_among else "", *cells, f"{one.exposed_percent:.0f}")))
     there = f"nodes of {machine.title.split(' nodes of ', 1)[-1]}, {machine.links.network}"
     notes = [
-        "embedding, head and optimizer are left out",
+        "a pass through the layers: without embedding, head, optimizer and collectives of --tp, --cp and --ep",
+        "GB: of a GPU; (no): it has less",
         "exposed: more than a step has that communicates nothing and copies out of buffers; %: of the step",
         "dma: on copy engines; both: all-gathers and reduce-scatters; straight: without copies out of buffers",
     ]
     if is_among:
         notes += [
-            "FSDP2: shards among all ranks; HSDP: among those of a node, whose gradients are then added up among nodes",
+            "FSDP2: shards among all ranks; HSDP: among those of a node; DDP: no shards",
             "library: flat rings of its kernels; dma, straight: copy engines in the node, its kernels among nodes",
-            "nothing of this was compared with hardware; no ranges; trees of libraries are not modelled",
+            "nothing of this was compared with hardware; trees of libraries are not modelled",
         ]
     else:
         notes += [
@@ -356,42 +385,24 @@ def plan_table(plans: Sequence[TrainingPlan]) -> Table:
         where_so = f" on {', '.join(recomputed)} nodes" if is_among else ""
         notes.append(f"layers are recomputed in the backward pass{where_so}")
     asked = f"{step.model.name}, {step.model.layers} layers, {step.tokens} tokens a rank"
-    title = f"{asked}, {'on ' + there if is_among else 'FSDP on ' + machine.title}: predicted, ms"
-    times_of = ("step", "compute", "collectives\nalone", "exposed", "%")
+    title = f"{asked}, on {there if is_among else machine.title}: predicted, ms"
+    times_of = ("GB", "step", "compute", "collectives\nalone", "exposed", "%")
     columns = ("nodes", "<sharding", "<strategy", *times_of)
     return without_empty_columns(Table(title, columns, tuple(lines), tuple(notes), keys=3))
 
 
 def advice(planned: TrainingPlan) -> list[str]:
-    """Say what to change in a step that fits, most first: a strategy, or more tokens where these would fit, too."""
-    if not planned.fitting:
-        return []
+    """Say which other change helps a step that fits: more tokens, where these would fit, too."""
     machine, step, best = planned.machine, planned.step, planned.best
-    library, saved = planned.usual.times, planned.usual.times.time_us - best.times.time_us
-    longer, lines = dataclasses.replace(step, tokens=step.tokens + step.sequence), []
-    where = f"{machine.nodes} nodes, {best.sharding}: " if machine.nodes > 1 else ""
-    if best.strategy != "library" and saved > WORTH * library.time_us:
-        share = 100 * saved / library.time_us
-        lines.append(f"{where}{_recipe(best)}: {_ms(saved)} ms a step less ({share:.0f}%).")
-    else:
-        lines.append(f"{where}Leave the library's kernels: copy engines save less than 1% of this step.")
-    if best.times.communication_us > best.times.compute_us:
-        factor = best.times.communication_us / best.times.compute_us
-        more = math.ceil(step.tokens * factor / step.sequence) * step.sequence
-        enough = dataclasses.replace(step, tokens=more)
-        memory = f"{memory_gb(machine, enough, best.sharding):.0f} GB"
-        need = "" if fits(machine, enough, best.sharding) else f", which need {memory} and do not fit"
-        lines.append(f"The collectives outlast the computation: they could hide from about {more} tokens a rank{need}.")
-    elif best.times.exposed_us > 0.05 * best.times.time_us and fits(machine, longer, best.sharding):
-        lines.append("The collectives could hide: more tokens a rank make what stays exposed a smaller share.")
-    return lines
-
-
-def _recipe(one: PlannedStep) -> str:
-    way = WAYS[one.strategy]
-    moved = "all-gathers and reduce-scatters" if way.scatters else "all-gathers"
-    where = "copy engines, straight into the parameters" if way.straight else "copy engines"
-    return f"Run {moved} on {where}"
+    times, longer = best.times, dataclasses.replace(step, tokens=step.tokens + step.sequence)
+    if planned.fitting and times.communication_us > times.compute_us:
+        more = math.ceil(step.tokens * times.communication_us / times.compute_us / step.sequence) * step.sequence
+        memory = memory_of(machine, enough := dataclasses.replace(step, tokens=more), best.sharding).total / 1e9
+        need = "" if fits(machine, enough, best.sharding) else f", which need {memory:.0f} GB and do not fit"
+        return [f"The collectives outlast the computation: they could hide from about {more} tokens a rank{need}."]
+    if planned.fitting and best.exposed_percent > 5 and fits(machine, longer, best.sharding):
+        return ["The collectives could hide: more tokens a rank make what stays exposed a smaller share."]
+    return []
 
 
 def _ms(us: float) -> str:

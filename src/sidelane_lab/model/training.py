@@ -4,7 +4,8 @@
     backward   all-gather of layer i-1 and reduce-scatter of layer i+1 beside layer i
 
 Among several nodes layers are sharded over all ranks, or each node has all shards (HSDP): then both stay in the node,
-and what was scattered is added up with the other nodes' behind it.
+and what was scattered is added up with the other nodes' behind it. With whole layers on each rank (DDP) gradients are
+added up beside the backward pass, by the library.
 
 A layer is GEMMs with element-wise kernels in front of each, and attention (``model/layer.py``). Beside a GEMM a kernel
 of a collective runs on units that it takes away, or waits for the GEMM's end; what is hidden then is what ran beside
@@ -25,13 +26,16 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
+from sidelane.choice.choose import HOST_BESIDE_BYTES
 from sidelane.program.collective import Kind
+from sidelane.program.kernel import NARROW_BLOCKS
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import default_units
 from sidelane_lab.model.device import Gang, Tiled, run_device
 from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs, named_gangs, rails_gang
-from sidelane_lab.model.layer import ELEMENT, Pass, Step, layer_kernels
+from sidelane_lab.model.kernels import own_gang
+from sidelane_lab.model.layer import ELEMENT, WEIGHT_BYTES, Pass, Step, layer_kernels
 
 SUSTAINED = 0.11
 """Share by which GEMMs of a step take longer than alone, since the GPU is at its power cap all the time: between the 9
@@ -44,6 +48,8 @@ results/h200x2/fsdp-profile.json). Assumed for other machines."""
 BESIDE_COPIES = 0.1
 """The same beside copy engines that move, besides: ``gemm_beside_ms`` of Sidelane's two steps there, over the time of
 copies times the share of a step that GEMMs have (9 and 10%). Assumed for other machines."""
+FSDP, HSDP, DDP = "FSDP2", "HSDP", "DDP"
+"""Ways to shard: over all ranks, in each node with replicas among nodes, and not at all."""
 Gangs = tuple[tuple[Kind, tuple[Gang, ...]], ...]
 """A step's collectives, by kind."""
 ON_A_GPU = ("gpu", "matmul", "interference")
@@ -104,7 +110,7 @@ def step_times(
     strategy: str,
     alone_us: float | None = None,
     *,
-    hybrid: bool = False,
+    sharding: str = FSDP,
 ) -> StepTimes:
     """Predict a step.
 
@@ -114,39 +120,47 @@ def step_times(
         strategy: one of ``STRATEGIES``: the library's kernels; all-gathers on copy engines, or reduce-scatters, too;
             out of buffers, or straight into the parameters.
         alone_us: of the step without communication, if it is known.
-        hybrid: each node has all shards, so that layers are gathered and scattered within it, and replicated among
-            nodes (HSDP); False: shards are spread over all ranks.
+        sharding: shards are spread over all ranks; or each node has all of them, so that layers are gathered and
+            scattered within it, and replicated among nodes (HSDP); or each rank has (DDP, by the library alone).
 
     Raises:
         ValueError: another strategy.
     """
     if strategy not in WAYS:
         raise ValueError(f"step_times: strategy (value={strategy!r}, allowed={', '.join(STRATEGIES)})")
-    way = WAYS[strategy]
+    way, replicated = WAYS[strategy], sharding == DDP
+    if machine.world_size == 1:
+        alone_us = compute_us(machine, step, straight=True)
+        return StepTimes(alone_us, alone_us, 0.0)
     machine = machine.with_value("interference.copies", max(BESIDE_COPIES, float(machine.interference.copies)))
     machine = ordinary(machine)
-    among = machine if hybrid and machine.nodes > 1 else None
+    among = machine if sharding == HSDP and machine.nodes > 1 else None
     if among is not None:
         machine = dataclasses.replace(machine, nodes=1)
     if alone_us is None:
-        alone_us = compute_us(machine, step)
-    nbytes = step.model.parameters * ELEMENT
+        alone_us = compute_us(machine, step, straight=replicated)
+    nbytes = step.gathered * ELEMENT
     on_engines = {Kind.ALL_GATHER: way.gathers, Kind.REDUCE_SCATTER: way.scatters}
 
     gangs = {
         kind: engine_gangs(machine, kind, nbytes) if on else library_gangs(machine, kind, nbytes, priority=1)
         for kind, on in on_engines.items()
     }
+    if machine.through_host and way.scatters and nbytes < HOST_BESIDE_BYTES:  # sums in pieces would wait for units
+        gangs[Kind.REDUCE_SCATTER] = (own_gang(machine, Kind.REDUCE_SCATTER, nbytes, units=NARROW_BLOCKS, priority=1),)
+    if replicated:
+        summed = step.gathered * WEIGHT_BYTES[step.dtype]
+        gangs = {Kind.ALL_REDUCE: library_gangs(machine, Kind.ALL_REDUCE, summed, priority=1)}
     if among is not None:
         added = rails_gang(among, Kind.ALL_REDUCE, nbytes // among.gpus)
         gangs[Kind.ALL_REDUCE] = (dataclasses.replace(added, priority=1),)
     alone = {kind: gangs_us(machine, parts) for kind, parts in gangs.items()}
     layers = step.model.layers
-    communication = sum(alone.values()) * layers + (layers - 1) * alone[Kind.ALL_GATHER]
+    communication = sum(alone.values()) * layers + (layers - 1) * alone.get(Kind.ALL_GATHER, 0.0)
     machines = orders(sustained(machine, COMMUNICATING))
     if way.gathers and way.scatters:
         machines = machines[:1]
-    times = [_scaled(one, step, tuple(gangs.items()), way.straight) for one in machines]
+    times = [_scaled(one, step, tuple(gangs.items()), way.straight or replicated) for one in machines]
     return StepTimes(statistics.fmean(times), alone_us, communication)
 
 
@@ -200,7 +214,9 @@ def step_kernels(
     by_kind = dict(gangs or ())
     order = [("F", i) for i in range(layers)] + [("B", i) for i in reversed(range(layers))]
     last = layers - 1
-    gathers = [f"AG {phase}{i}" for phase, i in order if (phase, i) != ("B", last)]  # the last layer stays gathered
+    # The last layer stays gathered, and with DDP all do.
+    ungathered = [("B", last)] if gangs is None or Kind.ALL_GATHER in by_kind else order
+    gathers = [f"AG {phase}{i}" for phase, i in order if (phase, i) not in ungathered]
     gathered: list[str] = []
 
     def gather(name: str, behind: tuple[str, ...]) -> None:
@@ -217,12 +233,13 @@ def step_kernels(
         needs = (f"AG {phase}{i}",) if f"AG {phase}{i}" in gathered else ()
         way = Pass(phase == "B", f"AG {phase}{i}" in gathers, straight)
         found += _layer(_kernels(machine, step, way), f"{phase}{i}", (*before, *needs))
-        if phase == "B" and gangs is not None:
-            behind = (f"B{i}", *((f"RS {i + 1}",) if i < last else ()))
-            found += named_gangs(by_kind[Kind.REDUCE_SCATTER], f"RS {i}", behind)
-            if Kind.ALL_REDUCE in by_kind:
-                behind = (f"RS {i}", *((f"AR {i + 1}",) if i < last else ()))
-                found += named_gangs(by_kind[Kind.ALL_REDUCE], f"AR {i}", behind)
+        if phase == "B":
+            made = f"B{i}"
+            for kind, label in ((Kind.REDUCE_SCATTER, "RS"), (Kind.ALL_REDUCE, "AR")):
+                if kind in by_kind:
+                    behind = (made, *((f"{label} {i + 1}",) if i < last else ()))
+                    made = f"{label} {i}"
+                    found += named_gangs(by_kind[kind], made, behind)
     return found
 
 

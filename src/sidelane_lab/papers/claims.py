@@ -2,10 +2,11 @@
 
 Each claim that the model speaks to has a role: ``input`` (the machine's description was told), ``fitted`` (a number of
 it was chosen to meet the claim; the description names it), ``seen`` (no number was turned for it, but a rule or a
-reading went in after the claim had been looked at) or ``held_out`` (a prediction). A claim that the model can only
-repeat, or that says too little to be compared like for like, is not judged, and a reason stands for it. One tolerance
-holds for all: ``TOLERANCE`` of the published value, or ``POINTS`` for percentages of ideal. :func:`problems` finds
-claims without a role, and held-out claims that a number was taken from after all.
+reading went in after the claim had been looked at), ``development`` (a prediction that a test holds: a change that
+loses it does not land) or ``held_out`` (a prediction that no test names). A claim that the model can only repeat, or
+that says too little to be compared like for like, is not judged, and a reason stands for it. One tolerance holds for
+all: ``TOLERANCE`` of the published value, or ``POINTS`` for percentages of ideal. :func:`problems` finds claims without
+a role, and predictions that a number was taken from after all.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ class ClaimRole(StrEnum):
     INPUT = "input"
     FITTED = "fitted"
     SEEN = "seen"
+    DEVELOPMENT = "development"
     HELD_OUT = "held_out"
 
 
+PREDICTED = (ClaimRole.DEVELOPMENT, ClaimRole.HELD_OUT)
+"""Roles of predictions that no number of a machine was taken from."""
 TOLERANCE, POINTS = 0.25, 8.0
 """Error that is still right: as a share of the published value, and of percentages of ideal."""
 STRICTER = ((1.0, "25%, 8 points"), (0.4, "10%, 3.2 points"), (0.2, "5%, 1.6 points"))
@@ -349,9 +353,9 @@ def problems(papers: Sequence[Paper[Any]], machines: Sequence[Machine]) -> list[
             path = f"{machine.name} {name}" if place else name
             targets = cited_claims(quantity.of)
             found += [
-                f"{claim_id}: held out, but {path} was taken from it"
+                f"{claim_id}: {roles[claim_id]}, but {path} was taken from it"
                 for claim_id in sorted(targets)
-                if roles.get(claim_id) is ClaimRole.HELD_OUT
+                if roles.get(claim_id) in PREDICTED
             ]
             if quantity.source is NumberSource.FITTED:
                 cited |= targets

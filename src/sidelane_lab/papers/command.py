@@ -26,6 +26,7 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.papers import conccl, dma, fused, overlap, slowdown
 from sidelane_lab.papers.claims import (
     AT_LEAST,
+    PREDICTED,
     STRICTER,
     Claim,
     ClaimRole,
@@ -50,6 +51,7 @@ SHADES = {
     ClaimRole.INPUT: (ORANGE, "^"),
     ClaimRole.FITTED: (GREEN, "s"),
     ClaimRole.SEEN: (PURPLE, "D"),
+    ClaimRole.DEVELOPMENT: (BLUE, "v"),
     ClaimRole.HELD_OUT: (BLUE, "o"),
 }
 """Colour and form of the marks of each role."""
@@ -129,7 +131,7 @@ def main(options: ClaimsOptions) -> int:
         else:
             others = machines_of(machine)[1:]
             verdicts, wrong, survivals = evaluate(machine, options.version, options.ranges, update)
-    met = sum(verdict.ok for verdict in verdicts if verdict.role is ClaimRole.HELD_OUT)
+    met = sum(verdict.ok for verdict in verdicts if verdict.role in PREDICTED)
     rows = [verdict.to_dict() for verdict in verdicts]
     files = [] if options.json is None else [write_json(options.json, rows)]
     if options.report is not None:
@@ -137,7 +139,7 @@ def main(options: ClaimsOptions) -> int:
         files += write_numbers(options.report / "claims.json", "claims", machine, rows, others)
         if survivals:
             slowdown.draw(options.report)
-            draw_sensitivity(survivals, met, f"Held-out claims about {machine.title}", options.report)
+            draw_sensitivity(survivals, met, f"Predicted claims about {machine.title}", options.report)
             found = [dataclasses.asdict(survival) for survival in survivals]
             path = options.report / "claims-sensitivity.json"
             files += write_numbers(path, "claims_sensitivity", machine, found, others)
@@ -238,7 +240,7 @@ def survival(
 ) -> Survival:
     """Compare verdicts with a number at an end of its range with those at its value."""
     quantity = variation.machine.quantities()[variation.path]
-    known = [(a, b) for a, b in zip(before, after, strict=True) if a.role is ClaimRole.HELD_OUT and not a.incomparable]
+    known = [(a, b) for a, b in zip(before, after, strict=True) if a.role in PREDICTED and not a.incomparable]
     lost = tuple(a.claim_id for a, b in known if a.ok and not b.ok)
     won = tuple(a.claim_id for a, b in known if b.ok and not a.ok)
     met = sum(b.ok for _, b in known)
@@ -267,9 +269,11 @@ def counted(verdicts: Sequence[ClaimVerdict]) -> list[str]:
             line += f" ({'; '.join(shares)})"
         lines.append(line)
     # A rule that mends a miss makes it "seen": this sum is what no change of role can better.
-    told = [v for v in verdicts if v.role in (ClaimRole.SEEN, ClaimRole.HELD_OUT) and not v.incomparable]
+    told = [v for v in verdicts if v.role in (ClaimRole.SEEN, *PREDICTED) and not v.incomparable]
     if any(verdict.role is ClaimRole.SEEN for verdict in told):
-        lines.append(f"seen and held out together: {sum(verdict.ok for verdict in told)} of {len(told)} right")
+        lines.append(
+            f"seen, development and held out together: {sum(verdict.ok for verdict in told)} of {len(told)} right"
+        )
     apart = [verdict for verdict in verdicts if verdict.incomparable]
     lines += [f"not comparable: {len(apart)}"] if apart else []
     if not any("/" in verdict.claim_id for verdict in verdicts):

@@ -110,6 +110,7 @@ TENTH = 32 / 304
 def claims() -> list[Claim[C3Context]]:
     """Every claim of the two versions of the paper."""
     inp, fit, seen, held = ClaimRole.INPUT, ClaimRole.FITTED, ClaimRole.SEEN, ClaimRole.HELD_OUT
+    tested = ClaimRole.DEVELOPMENT
     ag, aa = COLLECTIVES
     found: list[Claim[C3Context]] = [
         Claim("C3-HW-01", inp, lambda c: int(c.machine.gpu.units), OF_THE_MACHINE),
@@ -203,7 +204,7 @@ def claims() -> list[Claim[C3Context]]:
             pairs(lambda p: _gain_over(p, "c3_sp_rp", "c3_sp"), "over the pairs that ran under both"),
             points=True,
         ),
-        Claim("C3-BEST-01", held, pairs(lambda p: p.best_percent(library_strategies())), points=True),
+        Claim("C3-BEST-01", tested, pairs(lambda p: p.best_percent(library_strategies())), points=True),
         # The paper's look-up goes by expected times of the two profiled GEMMs (21 of 30 right). `c3 --study heuristics`
         # goes by isolated times, of which the model's are its own: its 30 rows of this machine would all be right.
         Claim(
@@ -245,7 +246,7 @@ def claims() -> list[Claim[C3Context]]:
         # Our file has pairs under both strategies, of which one alone would say little.
         Claim(
             "CC-05",
-            held,
+            tested,
             pairs(lambda p: p.percent("conccl_rp")),
             classes(
                 lambda p: {strategy: p.percent(strategy) for strategy in ("conccl_rp", "conccl")},
@@ -254,7 +255,7 @@ def claims() -> list[Claim[C3Context]]:
             points=True,
         ),
         Claim("CC-06", held, pairs(lambda p: max(p.speedup(pair, "conccl") for pair in p.pairs(strategy="conccl")))),
-        Claim("CC-07", held, classes(_order_holds, ALL_CLASSES)),
+        Claim("CC-07", tested, classes(_order_holds, ALL_CLASSES)),
         Claim("CC-08", inp, lambda c: _steps(c.machine), BY_CONSTRUCTION),
     ]
     found += [Claim(f"C3-T2-{name.replace('_', '-')}", fit, pairs(_class_of(name))) for name in TABLE_II]

@@ -13,11 +13,11 @@ from sidelane_lab.machines.ranges import bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.operators import ORDERS, REMOTE_FIRST, SECTIONS, Embedding, Gemv, TiledGemm, predict_fused
 from sidelane_lab.model.panels import Panel, PublishedValue, TimelinePanel
-from sidelane_lab.papers import dlrm
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.figures import MEASURED, NO_NUMBERS, PUBLISHED, PaperFigure
 from sidelane_lab.papers.files import BETWEEN_NODES, ResultFile
 from sidelane_lab.papers.fused import (
+    BATCHES,
     EMBEDDINGS,
     FUSED_WORDS,
     GEMMS,
@@ -25,15 +25,17 @@ from sidelane_lab.papers.fused import (
     MACHINE,
     NORMALISED,
     PROFILED,
+    TABLES,
     FusedContext,
     operator_rows,
     scale_out,
 )
 from sidelane_lab.papers.measurements import FusedReadings, normalised_between_nodes
 from sidelane_lab.papers.rows import aligned, exact
+from sidelane_lab.traces.dlrm import DlrmPass, dlrm_times
 
 STAND_INS = "the text has not all of the shapes: the mean and the best only"
-MI210X2 = "mi210x1x2"
+MI210X2, DLRM_MACHINE = "mi210x1x2", "mi210x1x128"
 PROGRAMS = 16
 """Programs on a compute unit that count as full occupancy: the most that are measured."""
 OCCUPANCIES = tuple(eighths / 8 for eighths in range(1, 9))
@@ -189,6 +191,30 @@ def _timeline(machine: Machine, ranges: bool, version: str) -> list[TimelinePane
     return [TimelinePanel(intervals=run.timeline, title=str(PROFILED))]
 
 
+def pass_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
+    """Return Figure 15: the fused pass over the unfused one, a bar for each number of samples and tables of a node."""
+    shapes = [(max(1, batch // machine.nodes), count) for batch in BATCHES for count in TABLES]
+
+    def normalised(changed: Machine) -> dict[str, list[float]]:
+        return {
+            FUSED_WORDS: [
+                1 - dlrm_times(changed, DlrmPass(batch=shape[0], tables=shape[1])).lower_percent / 100
+                for shape in shapes
+            ]
+        }
+
+    mean = 1 - published()["FU-SIM-01"]["value"] / 100
+    return [
+        Panel(
+            curves=bands(machine, normalised, SECTIONS if ranges else ()),
+            x=[f"{batch}\n{count}" for batch, count in shapes],
+            marks=[PublishedValue("published: mean", (mean,), line="--")],
+            xlabel="samples, and tables a node",
+            **NORMALISED,
+        )
+    ]
+
+
 FIGURES = (
     _bars(
         "8",
@@ -263,9 +289,9 @@ FIGURES = (
     PaperFigure(
         number="001/15",
         caption="A training pass of DLRM on 128 nodes, fused over unfused",
-        machine=dlrm.MACHINE,
+        machine=DLRM_MACHINE,
         claims=("FU-SIM-01",),
-        predict=lambda machine, ranges, version: dlrm.pass_panels(machine, ranges),
+        predict=pass_panels,
         missing={PUBLISHED: "the mean only", MEASURED: "there are no 128 nodes; the paper simulates them, too"},
     ),
 )

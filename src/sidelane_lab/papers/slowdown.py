@@ -20,9 +20,10 @@ from sidelane_lab.machines.ranges import bands, ends, remembered, variations
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Tiled, run_device
 from sidelane_lab.model.kernels import library_gang
-from sidelane_lab.model.layer import ELEMENT, Step, Transformer
+from sidelane_lab.model.layer import ELEMENT, Step
 from sidelane_lab.model.panels import Panel, PublishedValue, draw_panels
 from sidelane_lab.model.training import ON_A_GPU, Gangs, orders, step_kernels, sustained
+from sidelane_lab.model.transformer import Transformer
 from sidelane_lab.papers.claims import Claim, ClaimRole, Paper, published
 
 MODELS = (

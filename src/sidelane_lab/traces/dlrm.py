@@ -24,7 +24,6 @@ from sidelane.program.collective import Kind
 from sidelane_lab.machines.network import exchange_pace
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine, NetworkTopology
-from sidelane_lab.model.fused import FusedRun
 from sidelane_lab.model.gangs import flat_us
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.operators import Embedding
@@ -36,6 +35,8 @@ COMPUTES, NETWORK = "computes", "network"
 """Names of what runs one node after another."""
 GRADIENT_BYTES = 4
 """Bytes of an element of a gradient that is added up, float32 as in DLRM."""
+MOVES = 2
+"""Number of times that an update moves a row of a bag: it is read, and written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,10 +49,7 @@ class DlrmPass:
         batch: samples of a node.
         tables: number of a node's embedding tables.
         bottom: layers of the bottom MLP, which runs beside the all-to-all; the others are the top MLP's.
-        moves: number of times that an update moves a row of a bag: it is read, and written.
         at_once: unfused, one kernel pools all tables; False: one kernel each, as DLRM has it.
-        axis_rings: all-reduces run along both axes of a torus in both directions; False: one ring through all nodes.
-        waits: nothing runs on the GPU until a fused kernel has everything.
     """
 
     layers: int = 43
@@ -61,14 +59,7 @@ class DlrmPass:
     batch: int = 64
     tables: int = 32
     bottom: int = 14
-    moves: int = 2
     at_once: bool = False
-    axis_rings: bool = True
-    waits: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.bottom < self.layers:
-            raise ValueError(f"DlrmPass: bottom (value={self.bottom}, allowed=1 to {self.layers - 1}, of all layers)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,12 +118,12 @@ def dlrm_graph(machine: Machine, step: DlrmPass, *, fused: bool) -> list[TraceNo
     def exchange(name: str, us: float, *after: int, share: float = 1.0) -> int:
         return add(name, NETWORK, us, *after, collective="all_to_all", nbytes=share * nbytes)
 
-    forward, backward = (_embedding(machine, _operator(machine, step, rows)) for rows in (1, step.moves))
+    forward, backward = (_embedding(machine, _operator(machine, step, rows)) for rows in (1, MOVES))
     nbytes = _operator(machine, step, 1).collective_bytes(machine.world_size)
     sent_us = exchange_pace(machine)[1] * nbytes
     forward_us, backward_us = layer_us(machine, step)
     if fused:
-        computing_us, whole_us = _parts(step, forward.fused)
+        computing_us, whole_us = max(forward.fused.computed_us), forward.fused.time_us
         pooled = add("embedding, fused", COMPUTES, computing_us)
         arrived = exchange("all-to-all, fused", min(sent_us, whole_us))
         arrived = add("last slices", "", max(0.0, whole_us - sent_us), arrived)
@@ -147,7 +138,7 @@ def dlrm_graph(machine: Machine, step: DlrmPass, *, fused: bool) -> list[TraceNo
     for layer in reversed(range(step.layers)):
         last = add(f"MLP {layer}, backward", COMPUTES, backward_us, last)
         if layer == step.bottom and fused:  # the gradients of what was pooled are known
-            updating_us, whole_us = _parts(step, backward.fused)
+            updating_us, whole_us = max(backward.fused.computed_us), backward.fused.time_us
             first_us = min(sent_us, whole_us - updating_us)
             begun = exchange("first gradients, fused", first_us, last, share=first_us / sent_us)
             rest_us = sent_us - first_us
@@ -157,11 +148,6 @@ def dlrm_graph(machine: Machine, step: DlrmPass, *, fused: bool) -> list[TraceNo
         add(f"all-reduce {layer}", NETWORK, reduced_us, last, collective="all_reduce", nbytes=gradients)
     add("update", COMPUTES, updating_us, last, begun)
     return found
-
-
-def _parts(step: DlrmPass, run: FusedRun) -> tuple[float, float]:
-    """Return how long a fused kernel has the GPU, and how long it takes until everything has come."""
-    return run.time_us if step.waits else max(run.computed_us), run.time_us
 
 
 def _operator(machine: Machine, step: DlrmPass, rows: int) -> Embedding:
@@ -188,7 +174,7 @@ def all_reduce_us(machine: Machine, step: DlrmPass) -> float:
     directions. Every step of a ring is a hop.
     """
     nbytes, links = step.width * step.width * GRADIENT_BYTES, machine.links
-    if not step.axis_rings or links.network is not NetworkTopology.TORUS:
+    if links.network is not NetworkTopology.TORUS:
         return flat_us(machine, Kind.ALL_REDUCE, nbytes)
     row = int(links.torus_row)
     column, link = machine.nodes // row, float(links.network_gbps * links.nics_per_gpu) / 4

@@ -109,7 +109,7 @@ def test_what_cannot_run_is_refused_before_a_rank_starts(monkeypatch: pytest.Mon
 
 
 def test_sizes_are_those_that_are_published() -> None:
-    found = {name: round(model.parameters / 1e9, 2) for name, model in MODELS.items()}
+    found = {name: round(model.total / 1e9, 2) for name, model in MODELS.items()}
     expected = {"qwen2.5-0.5b": 0.49, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "mistral-7b": 7.25}
     assert found == {**expected, "llama-3.1-8b": 8.03, "tiny": 0.0}
 
@@ -119,7 +119,7 @@ def test_a_tiny_model_has_as_many_parameters_as_is_said() -> None:
     for tied in (True, False):
         model = dataclasses.replace(MODELS["tiny"], tied=tied)
         made = model.make(torch.device("cpu"), torch.bfloat16)
-        assert sum(each.numel() for each in made.parameters()) == model.parameters
+        assert sum(each.numel() for each in made.parameters()) == model.total
         assert {each.dtype for each in made.parameters()} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
 

@@ -127,7 +127,7 @@ class NodesCommunicator:
     """Collectives among nodes of one size by recipes (``collectives.py``), on contiguous tensors and on lists.
 
     Every rank of the group makes it, and makes the same calls in one order. Asynchronous calls run on a thread, or on a
-    stream of a GPU; all others come behind them, and those that wait query it (``works.WaitGuard``). A call that fails,
+    stream of a GPU; all others come behind them, and those that wait query it (``works.HostWork``). A call that fails,
     or that one rank refuses, ends it: some of its steps may have run.
 
     Args:

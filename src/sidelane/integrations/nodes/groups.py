@@ -82,10 +82,14 @@ def exchanged_nodes(exchange: Exchange, what: str, config: Config) -> Nodes:
     def own() -> str:
         rank = ranks[exchange.rank]
         if named is None:
-            return ProcessIdentity.own().machine
-        return f"virtual {named[rank]}" if rank < len(named) else _NOWHERE
+            node = ProcessIdentity.own().machine
+        else:
+            node = f"virtual {named[rank]}" if rank < len(named) else _NOWHERE
+        return f"{config.beside} {node}"
 
-    names = exchange(what, own)
+    besides, names = zip(*(answer.split(" ", 1) for answer in exchange(what, own)), strict=True)
+    if len(set(besides)) > 1:
+        raise ValueError(f"process group: Config.beside differs (value={dict(zip(ranks, besides, strict=True))})")
     nameless = [ranks[other] for other, found in enumerate(names) if found == _NOWHERE]
     if nameless:
         raise ValueError(

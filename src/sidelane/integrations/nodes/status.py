@@ -32,7 +32,7 @@ _LOOK_S = 0.5
 
 
 class NodesStatus:
-    """Status of one communicator; see the module. Calls along rails that wait query it (``works.PeerWatch``).
+    """Status of one communicator; see the module. Calls along rails that wait query it (``works.OtherWork``).
 
     Args:
         ranks: ranks of the communicator; their time-out counts on streams from the time when a call begins to run.

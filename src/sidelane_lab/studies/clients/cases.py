@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sidelane_lab.cli.clients import PROGRAMS
+from sidelane_lab.model.transformer import Transformer, preset
 
 DDP, FSDP, TENSOR, TITAN, *MEGATRON = PROGRAMS
 ADAMW, SGD = "AdamW", "SGD"
@@ -17,30 +18,14 @@ EXPERTS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ClientModel:
-    """The published sizes of a model, from the ``config.json`` of its repository.
+class ClientModel(Transformer):
+    """A public model, and how it is trained.
 
     Attributes:
-        tied: the embedding is the head, too.
         batch: sequences of a rank in training, so many that the GPU is the limit of a step and not the host.
     """
 
-    name: str
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    tied: bool
     batch: int = 1
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters."""
-        attention = 2 * self.hidden * (self.hidden + self.hidden // self.heads * self.kv_heads)
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.layers * layer + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     def with_layers(self, layers: int) -> ClientModel:
         """Return the model with fewer layers, which its name says."""
@@ -55,7 +40,7 @@ class ClientModel:
         sizes: dict[str, Any] = {
             "vocab_size": self.vocabulary,
             "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
+            "intermediate_size": self.feed,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
@@ -76,19 +61,10 @@ class ClientModel:
 
 
 TINY = "tiny"
-# Qwen/Qwen2.5-0.5B (without its biases), meta-llama/Llama-3.2-1B and 3B, mistralai/Mistral-7B-v0.3,
-# meta-llama/Llama-3.1-8B.
-MODELS = {
-    model.name: model
-    for model in (
-        ClientModel("qwen2.5-0.5b", 896, 4864, 24, 14, 2, 151936, True, 8),
-        ClientModel("llama-3.2-1b", 2048, 8192, 16, 32, 8, 128256, True, 4),
-        ClientModel("llama-3.2-3b", 3072, 8192, 28, 24, 8, 128256, True, 2),
-        ClientModel("mistral-7b", 4096, 14336, 32, 32, 8, 32768, False, 1),
-        ClientModel("llama-3.1-8b", 4096, 14336, 32, 32, 8, 128256, False, 1),
-        ClientModel(TINY, 64, 128, 2, 4, 2, 256, True),
-    )
-}
+BATCHES = {"qwen2.5-0.5b": 8, "llama-3.2-1b": 4, "llama-3.2-3b": 2, "mistral-7b": 1, "llama-3.1-8b": 1}
+"""Sequences of a rank by model; Qwen's is without its biases."""
+MODELS = {name: ClientModel(**dataclasses.asdict(preset(name)), batch=batch) for name, batch in BATCHES.items()}
+MODELS[TINY] = ClientModel(TINY, 2, 64, 128, 4, 2, 256, tied=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,8 +94,8 @@ class ClientCase:
         """Number of parameters of all ranks together: torchtitan has a head of its own, and experts are several."""
         model = self.model
         head = model.vocabulary * model.hidden if self.program == TITAN and model.tied else 0
-        experts = 3 * model.hidden * model.intermediate * (EXPERTS - 1) + model.hidden * EXPERTS
-        return model.parameters + head + (model.layers * experts if self.program == MEGATRON[-1] else 0)
+        experts = 3 * model.hidden * model.feed * (EXPERTS - 1) + model.hidden * EXPERTS
+        return model.total + head + (model.layers * experts if self.program == MEGATRON[-1] else 0)
 
     def state_bytes(self, ranks: int) -> float:
         """Return the bytes that a model keeps from step to step: parameters, gradients, buckets, optimizer.
@@ -137,7 +113,7 @@ class ClientCase:
         if self.program == TENSOR:
             return 0.0
         model, tokens = self.model, self.batch * self.length
-        saved = tokens * model.layers * (44 * model.hidden + 8 * model.intermediate)
+        saved = tokens * model.layers * (44 * model.hidden + 8 * model.feed)
         gathered = 12 * model.vocabulary * model.hidden if self.program in (FSDP, TITAN) else 0
         return saved + 16 * tokens * model.vocabulary + gathered
 

@@ -64,7 +64,7 @@ def titan(model: ClientModel, device: torch.device, mesh: DeviceMesh) -> tuple[A
 
     torch.manual_seed(0)
     # The size of a feed-forward layer is rounded up to a multiple of the last.
-    wide = {"ffn_dim_multiplier": model.intermediate / (3 * model.hidden), "multiple_of": model.intermediate}
+    wide = {"ffn_dim_multiplier": model.feed / (3 * model.hidden), "multiple_of": model.feed}
     sizes = {"n_layers": model.layers, "n_heads": model.heads, "n_kv_heads": model.kv_heads, **wide}
     with device, torch.no_grad():
         made = Transformer(TransformerModelArgs(dim=model.hidden, vocab_size=model.vocabulary, **sizes))
@@ -197,7 +197,7 @@ class MegatronClient:
             hidden_size=sizes.hidden,
             num_attention_heads=sizes.heads,
             num_query_groups=sizes.kv_heads,
-            ffn_hidden_size=sizes.intermediate,
+            ffn_hidden_size=sizes.feed,
             tensor_model_parallel_size=tensor,
             sequence_parallel=program == MEGATRON[2],
             num_moe_experts=experts,

@@ -102,7 +102,7 @@ class ShardedLlama:
         self.size, self.ranks, self.dtype = size, ranks, dtype
         self.head_size = model.hidden // model.heads
         self.heads, self.kv_heads = model.heads // ranks, model.kv_heads // ranks
-        hidden, features = model.hidden, model.intermediate // ranks
+        hidden, features = model.hidden, model.feed // ranks
         self.embedding = weights(model.vocabulary, hidden, draw=whole)
         self.head = (
             self.embedding.chunk(ranks)[dist.get_rank()] if model.tied else weights(model.vocabulary // ranks, hidden)
@@ -114,7 +114,7 @@ class ShardedLlama:
                 qkv=weights((self.heads + 2 * self.kv_heads) * self.head_size, hidden),
                 out=weights(hidden, self.heads * self.head_size, scale=hidden**-0.5),
                 gate_up=weights(2 * features, hidden),
-                down=weights(hidden, features, scale=model.intermediate**-0.5),
+                down=weights(hidden, features, scale=model.feed**-0.5),
                 keys=weights(*cache, scale=1.0),
                 values=weights(*cache, scale=1.0),
             )
@@ -245,7 +245,7 @@ def prepare(size: DecodeSize, group: dist.ProcessGroup, comm: Communicator, devi
         tolerance=TOLERANCES[dtype],
         units=size.tokens,
         facts={
-            "parameters": size.model.parameters,
+            "parameters": size.model.total,
             "batch": size.batch,
             "length": size.length,
             "summed_bytes": 2 * size.model.layers * size.summed_bytes(dtype.itemsize),
@@ -270,7 +270,7 @@ def predicted_us(size: DecodeSize, machine: Machine) -> Mapping[str, float]:
         alone = AllReduceNorm(size.tokens, model.hidden).alone_us(machine)  # what "none" takes
         half = min(predict_fused(machine, one).fused.time_us for one in fused) - alone
     else:
-        depths = model.hidden // ranks, model.intermediate // ranks
+        depths = model.hidden // ranks, model.feed // ranks
         half = statistics.mean(
             _summed_us(machine, GemmReduce(size.tokens, depth, model.hidden, gathers=True)) for depth in depths
         )

@@ -65,19 +65,19 @@ class ShardedMlp:
 
     def __init__(self, size: MlpSize, device: torch.device, dtype: torch.dtype) -> None:
         model, ranks = size.model, dist.get_world_size()
-        if model.intermediate % ranks:
-            raise ValueError(f"mlp: ranks (value={ranks}, allowed=divisors of {model.intermediate} hidden features)")
+        if model.feed % ranks:
+            raise ValueError(f"mlp: ranks (value={ranks}, allowed=divisors of {model.feed} hidden features)")
         whole, own = (torch.Generator(device).manual_seed(seed) for seed in (0, 1 + dist.get_rank()))
 
         def weights(*shape: int, fan_in: int) -> torch.Tensor:
             made = torch.empty(shape, dtype=dtype, device=device).normal_(std=fan_in**-0.5, generator=own)
             return made.requires_grad_(size.training)
 
-        features = model.intermediate // ranks
+        features = model.feed // ranks
         self.layers = [
             (
                 weights(features, model.hidden, fan_in=model.hidden),
-                weights(model.hidden, features, fan_in=model.intermediate),
+                weights(model.hidden, features, fan_in=model.feed),
             )
             for _ in range(size.layers)
         ]
@@ -136,7 +136,7 @@ def prepare(size: MlpSize, group: dist.ProcessGroup, comm: Communicator, device:
         facts={
             "layers": size.layers,
             "hidden": size.model.hidden,
-            "intermediate": size.model.intermediate,
+            "intermediate": size.model.feed,
             "summed_bytes": size.sums * mlp.x.numel() * dtype.itemsize,
         },
     )
@@ -149,7 +149,7 @@ def predicted_us(size: MlpSize, machine: Machine) -> Mapping[str, float]:
     nbytes = size.tokens * size.model.hidden * torch.bfloat16.itemsize
 
     def compute_us(tokens: int) -> float:
-        features = size.model.intermediate // machine.gpus
+        features = size.model.feed // machine.gpus
         up, down = Gemm(tokens, features, size.model.hidden), Gemm(tokens, size.model.hidden, features)
         return (2 if size.training else 1) * (gemm_us(machine, up) + gemm_us(machine, down))
 

@@ -10,7 +10,8 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
-from sidelane_lab.model.layer import MODELS, Step, Transformer
+from sidelane_lab.model.layer import MODELS, Step
+from sidelane_lab.model.transformer import Transformer
 
 if TYPE_CHECKING:
     from sidelane_lab.machines.spec import Machine

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.model.layer import Transformer
+from sidelane_lab.model.transformer import Transformer
 from sidelane_lab.studies.fsdp.cases import StepCase
 
 EPSILON = 1e-5

@@ -84,7 +84,7 @@ def gemv(comm: Communicator, rows: int, columns: int, tokens: int) -> OperatorCa
     call = functools.partial(ops.gemv_all_reduce, comm, weight, x)
     fused: dict[str, Run] = {CELLS: functools.partial(call, out=out, method=FUSED)}
     if (rows, columns, tokens) in SWEPT:
-        usual = tiling_of(tokens)
+        usual = tiling_of(tokens, rows)
         for count in (1, 2) if comm.device.type == "cpu" else range(1, usual.most_per_unit + 1):
             options: dict[str, Any] = {"method": FUSED, "tiling": dataclasses.replace(usual, per_unit=count)}
             fused[with_programs(CELLS, count)] = functools.partial(call, out=out, **options)

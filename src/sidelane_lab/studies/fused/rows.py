@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from sidelane.choice import Profile
 from sidelane.choice.fused import FUSED, ORDERS, ROUTED, SPLIT, UNFUSED, WITHOUT_KERNEL, FusedTime
 from sidelane.choice.key import CPU, SOFTWARE, MachineKey
-from sidelane_lab.cli.fused import FUSED_OPS
+from sidelane_lab.cli.fused import FUSED_OPS, SINGLE
 from sidelane_lab.harness.drawing import BLUE, ORANGE, save
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, table_of
@@ -39,7 +39,7 @@ class FusedRow(FlatRow):
             repeats the fastest of these; ``auto`` is a call with ``method="auto"``; ``compute`` and ``collective`` are
             the parts alone.
         schedule: schedule of a fused operator, parts of an unfused one, or the way in which a part is done.
-        launch: ``eager``, ``graph``, or ``model`` of a prediction.
+        launch: ``eager``, ``graph``, ``single`` of a graph of one call, or ``model`` of a prediction.
         time_us: time of a call, median over the rounds of the slowest rank.
         compute_us: time of the computation alone, by the fastest way.
         comm_us: time of the collective alone, by the fastest way.
@@ -54,7 +54,7 @@ class FusedRow(FlatRow):
             rounds.
     """
 
-    allowed = (("op", FUSED_OPS), ("implementation", FUSED_IMPLEMENTATIONS), ("launch", (*LAUNCHES, MODEL)))
+    allowed = (("op", FUSED_OPS), ("implementation", FUSED_IMPLEMENTATIONS), ("launch", (*LAUNCHES, SINGLE, MODEL)))
     figures = ("time_us",)
 
     op: str
@@ -146,7 +146,7 @@ def draw_fused(rows: Sequence[FusedRow], where: str, folder: Path) -> list[Pictu
 
     Graphs where there are some, whose host has no part in the times; else eager calls.
     """
-    launch = max((row.launch for row in rows), key=("eager", "graph", MODEL).index)
+    launch = max((row.launch for row in rows), key=("eager", "graph", SINGLE, MODEL).index)
     good = [row for row in rows if row.implementation == "fused" and row.launch == launch and row.time_us]
     return [*_by_programs(good, f"{where}, {launch}", folder), *_by_order(good, f"{where}, {launch}", folder)]
 
@@ -244,7 +244,7 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
         element_bytes: of their dtype.
     """
     for (op, shape, launch), alike in grouped(rows, lambda row: (row.op, row.shape, row.launch), ordered=False):
-        if shape.endswith((EVENLY, EXPERTS)):
+        if launch == SINGLE or shape.endswith((EVENLY, EXPERTS)):
             continue  # times are looked up by sizes alone: those of the skewed routing count
         good = [row for row in alike if row.time_us is not None and row.correct]
         times: dict[str, float] = {}

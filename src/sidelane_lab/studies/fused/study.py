@@ -31,7 +31,7 @@ from sidelane.session import Communicator
 from sidelane.user_files import write_whole
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
 from sidelane_lab.baselines.roster import make_meter
-from sidelane_lab.cli.fused import FusedOptions
+from sidelane_lab.cli.fused import SINGLE, FusedOptions
 from sidelane_lab.harness import provenance
 from sidelane_lab.harness.drawing import file_name
 from sidelane_lab.harness.launch import Rank
@@ -58,8 +58,8 @@ from sidelane_lab.studies.fused.shapes import ON_CPUS, ON_GPUS
 if TYPE_CHECKING:
     from sidelane_lab.studies.fused.case import OperatorCase
 
-CALLS = 8
-"""In a sample."""
+CALLS, REPLAYS = 8, 1000
+"""Calls in a sample, and replays of a graph of one call."""
 
 SKEW_CALLS = 3
 """Calls whose ranks' times are compared."""
@@ -109,7 +109,8 @@ def _measure(rank: Rank, options: FusedOptions, sender: Sender) -> Iterator[Fuse
             sender.step(f"{op} {'x'.join(map(str, shape))}")
             with meter.on_stream():
                 case = make_case(comm, *shape)
-                rows = rows_of(meter, comm, case, options, seeds, LAUNCHES[:1] if on_cpu else LAUNCHES)
+                launches = LAUNCHES[:1] if on_cpu else options.launches or LAUNCHES
+                rows = rows_of(meter, comm, case, options, seeds, launches)
                 yield from rows
                 times += times_of(rows, comm.world_size, element_bytes_of(rank.device.type))
                 is_first = shape == table[op][0] and make_case is makers[op][0]
@@ -137,7 +138,8 @@ class PartWay(Way):
     worst: float | None = None
 
     def __init__(self, key: Key, call: Callable[[], Any]) -> None:
-        self.label, self.as_graph, self._call = str(key), key[2] == "graph", call
+        self.label, self.as_graph, self._call = str(key), key[2] != LAUNCHES[0], call
+        self._calls = 1 if key[2] == SINGLE else CALLS
 
     def fill(self, seed: int) -> None:
         """Leave the inputs as they are."""
@@ -149,12 +151,14 @@ class PartWay(Way):
         return None
 
     def capture(self) -> None:
-        self.graphs = (captured(self._call, CALLS),)
+        self.graphs = (captured(self._call, self._calls),)
 
     def job(self, device: torch.device) -> Job:
         """Return the work of a sample: one call of an interpreter, which takes long enough, else several calls."""
         if device.type == "cpu":
             return Job(self._call)
+        if self.graphs and self._calls == 1:
+            return Job(self.graphs[0].replay, repeats=REPLAYS, calls=REPLAYS, ahead=CALLS_AHEAD)
         if self.graphs:
             return Job(self.graphs[0].replay, calls=CALLS, hide_launch_us=HIDDEN_LAUNCH_US)
         return Job(self._call, repeats=CALLS, calls=CALLS, ahead=CALLS_AHEAD)

@@ -1,0 +1,204 @@
+"""Models that are planned: their sizes, their memory when they are served, and the questions of the guide."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from marks import long
+
+from sidelane_lab.cli.model import plan
+from sidelane_lab.machines.load import named
+from sidelane_lab.model.layer import Step, gemms_of, parallel_us, step_memory
+from sidelane_lab.model.serving import ServedModel, decode_us, prefill_us
+from sidelane_lab.model.transformer import of_config, preset, presets, read_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", presets())
+def test_parameters_are_those_that_were_published(name):
+    """Publishers count the embedding among the parameters of a token, or not."""
+    model, (total, *active) = of_config(name, presets()[name]["sizes"]), presets()[name]["parameters"]
+    assert model.total / 1e9 == pytest.approx(total, rel=0.005)
+    for published in active:
+        counts = [model.computed, model.computed + model.vocabulary * model.hidden]
+        assert min(abs(count / 1e9 / published - 1) for count in counts) < 0.01
+
+
+def test_models_by_the_names_that_people_use():
+    asked = {"7B": "llama-2-7b", "Llama 3.1 8B": "llama-3.1-8b", "llama3-70b": "llama-3.1-70b", "70B": "llama-3.1-70b"}
+    asked |= {"meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b", "Qwen3-32B": "qwen3-32b", "32b": "qwen3-32b"}
+    asked |= {"Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b", "Mixtral-8x7B-v0.1": "mixtral-8x7b"}
+    asked |= {"deepseek-ai/DeepSeek-V3": "deepseek-v3", "DeepSeek-R1": "deepseek-v3", "Llama-2-70b-hf": "llama-2-70b"}
+    assert {text: preset(text).name for text in asked} == asked
+    with pytest.raises(ValueError, match=r"did you mean 'qwen3-32b'"):
+        preset("qwen3-33b")
+    for text in ("foo", "", "gpt2"):
+        with pytest.raises(ValueError, match=r"a config\.json, or layers=32"):
+            preset(text)
+
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+}
+
+
+def test_a_config_of_hugging_face_is_a_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    found, file = read_model(str(tmp_path)), read_model(str(tmp_path / "config.json"))
+    assert found == file and found.total == preset("qwen3-30b-a3b").total and found.name == tmp_path.name
+    nested = of_config("x", {"text_config": MOE | {"use_sliding_window": True}, "vision_config": {"depth": 3}})
+    assert nested.total == found.total and not found.left_out
+    assert len(nested.left_out) == 2 and nested.left_out[0] == "the vision tower"
+    gemma = of_config("g", {"model_type": "gemma3_text", **presets()["gemma-3-27b"]["sizes"], "tied": None})
+    assert gemma == dataclasses.replace(preset("gemma-3-27b"), name="g")
+    dims = read_model("layers=48, hidden=2048, heads=32, kv_heads=4, head=128, experts=128, active=8, expert_feed=768")
+    assert dims.parameters == found.parameters and dims.vocabulary == 128_256
+    for wrong, problem in (
+        ({**MOE, "hidden_size": None}, "hidden is missing"),
+        ({**MOE, "num_hidden_layers": "48"}, "layers .*allowed=a whole number"),
+        ({**MOE, "intermediate_size": None, "moe_intermediate_size": None}, "feed is missing"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=problem):
+            read_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("[1")
+    with pytest.raises(ValueError, match="plan: --model .*config"):
+        read_model(str(tmp_path))
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_model(str(tmp_path / "other.json"))
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_ranks_share_a_model_evenly(name):
+    model, tokens = preset(name), 1024
+    for tensor in (2, 4):
+        part = model.divided(tensor)
+        assert part.whole == model.total and part.kv_size <= model.kv_size
+        matrices = sum(gemm.flops for gemm in gemms_of(Step(model, tokens, tokens), backward=False))
+        divided = sum(gemm.flops for gemm in gemms_of(Step(part, tokens, tokens), backward=False))
+        assert divided == pytest.approx(matrices / tensor, rel=0.05 if not model.latent else 0.35)
+    memory, shared = (step_memory(Step(model.divided(n), tokens, tokens, True, tensor=n), 8 // n) for n in (1, 4))
+    assert shared.weights == pytest.approx(memory.weights, rel=0.1) and shared.activations < memory.activations
+    with pytest.raises(ValueError, match="--tp .*allowed=divisors of"):
+        model.divided(7)
+    if model.experts:
+        assert model.divided(1, 8).parameters < model.parameters / 6
+        with pytest.raises(ValueError, match="--ep .*allowed=divisors of"):
+            model.divided(1, 7)
+
+
+def test_optimizers_and_types_take_what_they_take():
+    model, ranks = preset("8B"), 8
+    mine = (model.layers * model.parameters + model.ends) / ranks
+
+    def memory(**fields):
+        return step_memory(Step(model, 4096, 4096, **fields), ranks)
+
+    assert memory().optimizer == 8 * mine and memory(dtype="bfloat16").optimizer == 4 * mine
+    assert memory(optimizer="adamw-8bit", dtype="bfloat16").optimizer == memory(optimizer="adamw-8bit").optimizer
+    assert memory(optimizer="sgd").optimizer == 0 and memory(dtype="bfloat16").gradients == 2 * mine
+    whole = step_memory(Step(model, 4096, 4096), 1)
+    assert whole.weights == 8 * memory().weights and whole.gathered == 6 * mine * ranks
+
+
+def test_collectives_of_parallelism_count_by_their_bytes():
+    machine, model = named("h200x8"), preset("qwen3-30b-a3b")
+    assert parallel_us(machine, Step(model, 4096, 4096)) == 0
+    times = [parallel_us(machine, Step(model, 4096, 4096, **{name: 8})) for name in ("tensor", "context", "experts")]
+    assert times[2] > times[1] > times[0] > 0
+    assert parallel_us(machine, Step(model, 4096, 4096, True, tensor=8)) == pytest.approx(1.5 * times[0])
+
+
+def _measured():
+    rows = json.loads((ROOT / "results" / "h200x2" / "e2e.json").read_text())["rows"]
+    wanted = {"workload": "decode", "launch": "graph", "way": "nccl"}
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+@pytest.mark.parametrize("row", _measured(), ids=lambda row: row["size"])
+def test_serving_as_measured(row):
+    """With NCCL on two H200s; one number was fitted, to decoding with Llama 3.2 1B for one sequence."""
+    name, _, case = row["size"].partition("b-")
+    prefill = case.startswith("prefill")
+    length = int(case.rpartition("-")[2]) if prefill else 1024
+    served = ServedModel(preset(f"{name}b"), 1 if prefill else int(case[1:]), length, 2)
+    found = (prefill_us if prefill else decode_us)(named("h200x2"), served, ours=False) / 1e3
+    assert found == pytest.approx(row["step_ms"], rel=0.09)
+
+
+def test_memory_of_a_served_model():
+    served = ServedModel(preset("70B"), 16, 8192, 4)
+    memory = served.memory_gb()
+    assert memory["weights"] == pytest.approx(2 * 70.55 / 4, rel=0.01)
+    assert memory["KV cache"] == pytest.approx(2 * 2 * 80 * 8 * 128 * 16 * 8192 / 4 / 1e9)
+    latent = ServedModel(preset("deepseek-v3"), 1, 1000, 8).memory_gb()
+    assert latent["KV cache"] == pytest.approx(2 * 61 * 576 * 1000 / 1e9)
+
+
+QUESTIONS = re.findall(
+    r"(?m)^\| ([^|]+\?) \| `sidelane plan ([^`]+)` \| (.+) \|$",
+    (ROOT / "docs" / "guide" / "start-planning.md").read_text(encoding="utf-8"),
+)
+SLOW = ("256x", "32xh100", "2x8xh100")
+
+
+def _is_slow(words):
+    return any(name in words for name in SLOW) and "--tp" not in words
+
+
+def test_there_are_twenty_questions():
+    assert len({question for question, _, _ in QUESTIONS}) == len({words for _, words, _ in QUESTIONS}) == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [(long if _is_slow(words) else pytest.param)(words, first) for _, words, first in QUESTIONS],
+)
+def test_the_answer_begins_as_the_guide_says(words, first):
+    shown = CliRunner().invoke(plan, shlex.split(words))
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    assert lines[0] == first
+    needs = next(line for line in lines if line.startswith("Each GPU has "))
+    has, needed = map(int, re.findall(r"(\d+) GB", needs)[:2])
+    gb = int(re.search(r"(\d+) GB of each GPU are left|each GPU lacks (\d+) GB", first)[0].split(" GB")[0].split()[-1])
+    assert abs(abs(has - needed) - gb) <= 1 and ("does not fit" in first) == (needed > has)
+    assert any(line.startswith("How sure: ") for line in lines) and "\nNot modelled: " in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--model 8b", "--machine or --nodes is needed"),
+        ("--model 8b --machine h100", "did you mean 'h100x8'"),
+        ("--model 8b --machine 8xh100 --tp 3", r"--tp \(value=3, allowed=divisors of 8"),
+        ("--model 8b --machine 8xh100 --dtype fp8", "--dtype"),
+        ("--model 8b --machine 8xh100 --tokens 100", "add --sequence 100"),
+        ("--model 8b --machine 8xh100 --shard HSDP", "--shard"),
+        ("--model 8b --machine 2xh100 --serve --tp 4", r"--tp \(value=4, allowed=1 to 2"),
+        ("--model qwen3-30b-a3b --machine 8xh100 --ep 3", "--ep"),
+        ("--model dlrm --machine 8xh100", "a config.json"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(words, problem):
+    shown = CliRunner().invoke(plan, words.split())
+    assert shown.exit_code == 2 and re.search(problem, " ".join(shown.output.split())), shown.output
