@@ -184,12 +184,10 @@ def group_norms(group: str) -> tuple[Any, Any]:
     communicator = _groups[group]().device_communicator
 
     def theirs(x: torch.Tensor, residual: Any, weight: torch.Tensor, eps: float, scale: Any) -> Any:
-        total = communicator.all_reduce(x)
-        y = torch.empty_like(total) if residual is None else total
-        if residual is None:
-            _custom_ops.rms_norm(y, total, weight, eps)
-        else:
-            _custom_ops.fused_add_rms_norm(y, total := residual.clone(), weight, eps)
+        total = communicator.all_reduce(x)  # a new tensor
+        if residual is not None:
+            total += residual
+        _custom_ops.rms_norm(y := torch.empty_like(total), total, weight, eps)
         if scale is None:
             return y, total, x.new_empty(0)
         return y, total, _custom_ops.scaled_fp8_quant(y.view(-1, y.shape[-1]), scale)[0].view(x.shape)
