@@ -62,7 +62,6 @@ CONTRACTS: dict[str, dict[str, str]] = {
             compile_factors()""",
         "vllm/plugins/__init__.py": "load_general_plugins()",
         "vllm/_custom_ops.py": """
-            fused_add_rms_norm(input, residual, weight, epsilon)
             rms_norm(out, input, weight, epsilon)
             scaled_fp8_quant(input, scale)""",
         "vllm/utils/import_utils.py": "resolve_obj_by_qualname(qualname)",

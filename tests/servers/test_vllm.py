@@ -188,3 +188,21 @@ def test_calls_of_its_communicators(group: dist.ProcessGroup) -> None:
         assert comm.asked[len(names) :] == ["suspend", "resume", "destroy"] and comm.sidelane.comm is None
         alone = vllm.device_communicator(Theirs)(group, torch.device("cpu"), unique_name="pp:0")
         assert alone.sidelane is None and alone.all_reduce(mine) is None and alone.asked == ["all_reduce"]
+
+
+@on_ranks(2)
+def test_sums_that_vllms_kernel_makes_faster(group: dist.ProcessGroup) -> None:
+    """Between two ranks vLLM's own object stays, and takes what the figures give back, if it takes such a tensor."""
+
+    class WithKernel(Theirs):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.ca_comm = SimpleNamespace(disabled=False, should_custom_ar=lambda inp: inp.nbytes < 8 << 20)
+
+    with server(), config.override(Config(timeout_s=60)), torch.inference_mode():
+        comm = vllm.device_communicator(WithKernel)(group, torch.device("cpu"), unique_name="tp:0")
+        assert not comm.ca_comm.disabled and comm.ca_comm is not comm.sidelane
+        for size, calls in ((vllm.GIVEN_BACK_BYTES - 4, 0), (vllm.GIVEN_BACK_BYTES, 1), (8 << 20, 1)):
+            comm.all_reduce(torch.ones(size // 4))
+            assert comm.asked == ["all_reduce"] * calls, size
+        comm.destroy()

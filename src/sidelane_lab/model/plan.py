@@ -192,7 +192,9 @@ def main(options: PlanOptions) -> None:
         for nodes in counts:
             there = with_nodes(machine, nodes)
             shardings = (FSDP, HSDP, DDP) if options.shard == "all" else (options.shard,)
-            plans.append(plan(there, _kept(there, step, options.recompute), shardings, update, options.accumulate))
+            plans.append(
+                plan(there, _kept(there, step, options.recompute, shardings[0]), shardings, update, options.accumulate)
+            )
     first_and_last = [*plans[:1], *plans[1:][-1:]]
     for line in (line for one in first_and_last for line in answer(one)):
         say(console, line, style="bold")
@@ -219,9 +221,9 @@ def fits(machine: Machine, step: Step, sharding: str = FSDP) -> bool:
     return memory_of(machine, step, sharding).total / 1e9 <= machine.gpu.memory_gb
 
 
-def _kept(machine: Machine, step: Step, recompute: bool | None) -> Step:
+def _kept(machine: Machine, step: Step, recompute: bool | None, sharding: str = FSDP) -> Step:
     """Return the step with what is asked for recomputed; None: if nothing else fits."""
-    return dataclasses.replace(step, recomputed=not fits(machine, step) if recompute is None else recompute)
+    return dataclasses.replace(step, recomputed=not fits(machine, step, sharding) if recompute is None else recompute)
 
 
 def answer(planned: TrainingPlan) -> list[str]:
@@ -231,7 +233,7 @@ def answer(planned: TrainingPlan) -> list[str]:
     left = machine.gpu.memory_gb - memory_of(machine, step, best.sharding).total / 1e9
     lines = [serving.verdict(step.model, machine, left), *_memory_words(machine, step, best.sharding)]
     if not is_enough:
-        lines += _what_fits(machine, step)
+        lines += _what_fits(machine, step, best.sharding)
     ours, theirs = (f"{planned.tokens_per_s(one) / machine.world_size:,.0f}" for one in (best, usual))
     lines += [
         f"{'A step takes' if is_enough else 'If it did: a step of'} {planned.step_us(best) / 1e6:.2f} s: "
@@ -287,15 +289,15 @@ def _memory_words(machine: Machine, step: Step, sharding: str) -> list[str]:
     words = ", ".join(f"{name} {nbytes / 1e9:.0f}" for name, nbytes in parts.items())
     return [
         f"Each GPU has {machine.gpu.memory_gb:.0f} GB and needs about {memory.total / 1e9:.0f} GB {how}.",
-        f"GB by part: {words} (gradients come while activations go).",
+        f"GB: {words} (gradients replace activations).",
     ]
 
 
-def _what_fits(machine: Machine, step: Step) -> list[str]:
+def _what_fits(machine: Machine, step: Step, sharding: str) -> list[str]:
     """Say what makes a step fit, if anything does: more GPUs, smaller moments, fewer tokens."""
     again = dataclasses.replace(step, recomputed=True)
     more = (with_nodes(machine, 1 << power) for power in range(MOST_NODES.bit_length()))
-    larger = next((one for one in more if one.world_size > machine.world_size and fits(one, again)), None)
+    larger = next((one for one in more if one.world_size > machine.world_size and fits(one, again, sharding)), None)
     words = "" if step.recomputed else " with recomputed layers"
     tried = [
         (f"on {larger.world_size} such GPUs{words}" if larger else "", larger or machine, again),
@@ -305,9 +307,9 @@ def _what_fits(machine: Machine, step: Step) -> list[str]:
         (f"with --tokens {step.sequence}", machine, dataclasses.replace(again, tokens=step.sequence)),
     ]
     ways = [
-        f"{words} ({memory_of(where, what).total / 1e9:.0f} GB a GPU)"
+        f"{words} ({memory_of(where, what, sharding).total / 1e9:.0f} GB a GPU)"
         for words, where, what in tried
-        if words and fits(where, what)
+        if words and fits(where, what, sharding)
     ]
     if ways:
         return [f"It fits {', or '.join(ways)}."]
