@@ -14,6 +14,7 @@ from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, FusedTime, choose_metho
 from sidelane.choice.key import MachineKey
 from sidelane.choice.profile import Profile
 from sidelane.choice.store import builtin_fused, fused_times
+from sidelane.machine.peers import PeerMemory
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.fused.rows import FusedRow, kept_of, times_of
 
@@ -191,6 +192,10 @@ def test_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
         caplog.clear()
     keep(HERE, [some(fused=3.0, unfused=2.0)])
     assert len(fused_times(None, HERE)[path.name]) == 1, "a file of another format is replaced"
+    between = HERE.between(PeerMemory(True))
+    assert fused_times(None, between) == {}, "none of these was measured through host memory"
+    path = keep(between, [some(fused=4.0, unfused=2.0)])
+    assert fused_times(None, between) == {path.name: (some(fused=4.0, unfused=2.0),)}
 
 
 def test_ways_that_there_are_not() -> None:

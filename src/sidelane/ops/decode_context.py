@@ -175,7 +175,8 @@ def combine_attention(
     Args:
         comm: communicator of the ranks.
         partial: attention of all heads to this rank's part of the context, [T, H, D], contiguous: float32, float16 or
-            bfloat16. T is the same on all ranks; H is N or more, and need not be a multiple of N.
+            bfloat16. T is the same on all ranks, or the ranks of a fused call wait for the whole time-out, whose error
+            names their numbers; H is N or more, and need not be a multiple of N.
         lse: logarithm of the sum of exponentials of each row, float32, [T, H], with any strides. -inf, inf and NaN
             say that there was nothing to attend to: the row is not read.
         out: tensor for the result, contiguous; None makes one.

@@ -234,13 +234,10 @@ class FusedOperator:
     def _selected(
         self, comm: Communicator, sizes: ProblemSizes, call: OperatorCall, *, captured: bool
     ) -> Selection[Method]:
-        reason = self.too_large(sizes)
-        if comm.backend.peers.through_host:  # where no table holds
-            reason = reason or self.through_host(comm.world_size, sizes, call.element_bytes or 2)
-            return Selection(Method(UNFUSED if reason else FUSED), reason or "words with flags through host memory")
+        reason, through_host = self.too_large(sizes), comm.backend.peers.through_host
         if reason:
             return Selection(Method(UNFUSED), reason)
-        return choose_method(
+        found = choose_method(
             tables_of(comm),
             self.name,
             comm.world_size,
@@ -249,8 +246,12 @@ class FusedOperator:
             element_bytes=call.element_bytes,
             captured=captured,
             device_type=comm.device.type,
-            guesses=comm.abilities.kernels_have_run,
+            guesses=comm.abilities.kernels_have_run and not through_host,
         )
+        if through_host and not found.table:  # of measured times
+            reason = self.through_host(comm.world_size, sizes, call.element_bytes or 2)
+            return Selection(Method(UNFUSED if reason else FUSED), reason or "words with flags through host memory")
+        return found
 
     def _agreed_sizes(self, comm: Communicator, sizes: ProblemSizes) -> ProblemSizes:
         """Return one list of sizes for all ranks, whose own may differ. Collective."""
@@ -313,7 +314,9 @@ def tables_of(comm: Communicator) -> FusedTimes:
             raise UnavailableError("fused operators: auto in a capture needs an eager call, or explain, before it")
         content = b""
         if comm.rank == 0:
-            tables = fused_times(comm.config.profile, key_here(comm.device.type, comm.world_size))
+            tables = fused_times(
+                comm.config.profile, key_here(comm.device.type, comm.world_size).between(comm.backend.peers)
+            )
             rows = {where: [time.to_dict() for time in times] for where, times in tables.items()}
             content = json.dumps(rows).encode()
         sent = json.loads(_sent_by_rank_0(comm, content))
