@@ -108,7 +108,7 @@ def device_communicator(base: Any) -> Any:
             if self.world_size == 1 or self.unique_name.partition(":")[0] in _WITHOUT_COLLECTIVES:
                 return
             made = ServerGroup(cpu_group, self.device, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
-            if made.reason:
+            if made.comm is None:
                 LOG.warning("Sidelane: group %s stays vLLM's: %s", self.unique_name, made.reason)
                 return
             self.sidelane, theirs = made, getattr(self, "ca_comm", None)
