@@ -718,6 +718,13 @@ def test_an_existing_group_is_wrapped_and_stays(group: dist.ProcessGroup) -> Non
     ]
 
 
+def orders_by_streams(ours: Any) -> Any:
+    """Let calls of a group on the CPU take the path of GPUs; return its communicator."""
+    life, made = ours._lifetime, ours.communicator("cpu")
+    life.orders["cpu"], life.communicators["cuda"] = life.orders["cuda"], made
+    return made
+
+
 def forms_on_made_up_gpus(group: dist.ProcessGroup, seed: int) -> int:
     """Every form of a call, in random turns on few tensors, on a group that orders calls by streams of a driver.
 
@@ -728,9 +735,7 @@ def forms_on_made_up_gpus(group: dist.ProcessGroup, seed: int) -> int:
     without_kernels = mock.patch.object(backend_cuda.CudaBackend, "kernels_move_bytes", False)
     with without_kernels, made_up_gpus(driver=NativeDriver(), is_async=True) as driver:
         ours: Any = sidelane.wrap(group)
-        life = ours._lifetime
-        life.orders["cpu"] = life.orders["cuda"]
-        life.communicators["cuda"] = ours.communicator("cpu")
+        orders_by_streams(ours)
         streams, name, rank = (driver.caller, driver.create_stream()), ours.group_name, ours.rank()
         wholes, parts = ([torch.zeros(size * 40, dtype=torch.int32) for _ in range(3)] for size in (n, 1))
         kept: list[Any] = []
@@ -829,6 +834,60 @@ def forms_on_made_up_gpus(group: dist.ProcessGroup, seed: int) -> int:
 def test_every_form_on_the_path_of_gpus(pool: RankPool) -> None:
     for made in pool.run(forms_on_made_up_gpus, 2, 7):
         assert made > 80
+
+
+def captured_calls(group: dist.ProcessGroup, is_async: bool) -> dict[str, list[str]]:
+    """Capture calls that NCCL makes on ordinary tensors, behind calls like them; return their makers by form.
+
+    The first capture of a form has no staging, the second one has.
+    """
+    makers: dict[str, list[str]] = {}
+    with (
+        mock.patch.object(backend_cuda.CudaBackend, "kernels_move_bytes", False),
+        made_up_gpus(driver=NativeDriver(), is_async=True) as driver,
+        mock.patch.object(dispatch.GroupDispatcher, "_captures", side_effect=lambda: driver.graph is not None),
+        mock.patch.object(dispatch.GroupDispatcher, "_refuse_in_graph"),  # of calls on the CPU
+    ):
+        for form in ("sizes", "strides", "list", "functional", "sum", "gather")[: 6 if is_async else 3]:
+            with left_to_library(group, 4096) as ours:
+                made, n, ones = orders_by_streams(ours), ours.size(), [1] * ours.size()
+                for step, staged, captured in ((1, 0, 0), (2, 0, 1), (3, 9001, 0), (4, 0, 1)):
+                    if staged:
+                        made.all_to_all(torch.zeros(n * staged), torch.zeros(n * staged))
+                    given, output = torch.full((n, 4001), 10.0 * step + ours.rank()), torch.zeros(n, 4001)
+                    if captured:
+                        driver.begin_capture()
+                    work: Any = None
+                    if form == "sizes" or form == "strides":
+                        output = torch.zeros(4001, n).t() if form == "strides" else output
+                        work = dist.all_to_all_single(output, given, ones, ones, ours, is_async)
+                    elif form == "list":
+                        work = dist.all_to_all(list(output), list(given), ours, is_async)
+                    elif form == "functional":
+                        output = functional.wait_tensor(functional.all_to_all_single(given, ones, ones, ours))
+                    elif form == "sum":
+                        work = dist.all_reduce(output.copy_(given), group=ours, async_op=is_async)
+                    else:
+                        work = dist.all_gather_into_tensor(output.view(-1), given[0].clone(), ours, is_async)
+                    if work is not None:
+                        work.wait()
+                    if captured:
+                        driver.end_capture()
+                    driver.synchronize()
+                    where = sidelane.report().last.where
+                    makers.setdefault(form, []).append(where)
+                    if where == "nccl":  # the made-up driver's graph, of which none is replayed, has Sidelane's
+                        expected = [10.0 * step + peer for peer in range(n)]
+                        expected = [sum(expected)] * n if form == "sum" else expected
+                        assert output.eq(torch.tensor(expected)[:, None]).all(), (form, step)
+    return makers
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_captured_calls_are_nccls_as_long_as_there_is_no_staging(pool: RankPool, is_async: bool) -> None:
+    for makers in pool.run(captured_calls, 2, is_async):
+        assert len(makers) == (6 if is_async else 3)
+        assert set(map(tuple, makers.values())) == {("nccl", "nccl", "nccl", "sidelane")}, makers
 
 
 class LibraryWork(dist.Work):

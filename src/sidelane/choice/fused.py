@@ -226,7 +226,8 @@ def _nearest(
 
 def _interpolated(nearest: FusedTime, close: Sequence[FusedTime], sizes: tuple[int, ...]) -> FusedTime:
     """Return the times of a GEMV between measured ones of as many tokens as the nearest, or beyond the outermost: each
-    is scaled by what arithmetic says of both shapes, and their mean is weighted by distance in rows and columns.
+    is scaled by what arithmetic says of both shapes, and their mean is weighted by distance in rows and columns. Rows
+    count for the methods that they have; what arithmetic says nothing about stays as in the nearest row.
 
     >>> known = ((8192, 21.0), (24576, 53.0))
     >>> times = [FusedTime(GEMV, 2, True, (8192, size, 1), 2, {"fused": us}) for size, us in known]
@@ -239,14 +240,15 @@ def _interpolated(nearest: FusedTime, close: Sequence[FusedTime], sizes: tuple[i
         assert found is not None
         return found
 
-    alike = [time for time in close if time.sizes[2] == nearest.sizes[2]]
-    here, found = expected((*sizes[:2], nearest.sizes[2])), dict.fromkeys(nearest.times, 0.0)
-    for row, share in _between(sizes[0], sorted({time.sizes[0] for time in alike})):
-        same = {time.sizes[1]: time for time in alike if time.sizes[0] == row}
-        for column, part in _between(sizes[1], sorted(same)):
-            there = expected(same[column].sizes)
-            for method in found:
-                found[method] += share * part * same[column].times[method] * here[method] / there[method]
+    here = expected((*sizes[:2], nearest.sizes[2]))
+    found = {method: 0.0 if method in here else us for method, us in nearest.times.items()}
+    for method in here.keys() & found:
+        alike = [time for time in close if time.sizes[2] == nearest.sizes[2] and method in time.times]
+        for row, share in _between(sizes[0], sorted({time.sizes[0] for time in alike})):
+            same = {time.sizes[1]: time for time in alike if time.sizes[0] == row}
+            for column, part in _between(sizes[1], sorted(same)):
+                scale = here[method] / expected(same[column].sizes)[method]
+                found[method] += share * part * same[column].times[method] * scale
     return dataclasses.replace(nearest, times={method: round(us, 2) for method, us in found.items()})
 
 

@@ -70,6 +70,10 @@ class OwnProgram(Protocol):
     ) -> None: ...
 
 
+class StagingError(UnavailableError):
+    """A captured call needs more staging than there is. All ranks raise it, before any buffer is touched."""
+
+
 class Staging:
     """Symmetric scratch memory: one block, which is replaced by a larger one when a call needs more.
 
@@ -111,11 +115,12 @@ class Staging:
             True if the block was replaced, so that programs that refer to the old one must be loaded again.
 
         Raises:
-            UnavailableError: staging would have to grow during a capture, or there is not enough memory.
+            StagingError: staging would have to grow during a capture.
+            UnavailableError: there is not enough memory.
         """
         grows = nbytes > (have := self.nbytes)
         if grows and frozen:
-            raise UnavailableError(
+            raise StagingError(
                 f"this call needs {nbytes} bytes of staging and memory cannot be allocated while a graph is captured "
                 f"(have={have}): make the call once before the capture (most need less with tensors from "
                 f"Communicator.empty)"

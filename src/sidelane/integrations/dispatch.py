@@ -17,6 +17,7 @@ import torch.distributed as dist
 from sidelane import config as settings
 from sidelane import forks, ranges
 from sidelane.collectives.calls import Calls
+from sidelane.collectives.prepare import StagingError
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import start_observers
 from sidelane.errors import UnavailableError, in_no_order
@@ -250,8 +251,7 @@ class GroupDispatcher:
         if call.nbytes <= most or self.names.get(device) != "nccl":
             return ""
         first, kind, operation = call.tensors[0], "asynchronous, " if call.is_async else "", call.operation
-        name, is_sized = operation.name, operation.repeats
-        key = call.key or (name, None, first.dtype, first.device), call.is_async, call.nbytes * is_sized
+        name, is_sized, key = operation.name, operation.repeats, _key_of_left(call)
         row = self._left.get(key)
         if self._captures() and (call.is_async or row is None or not is_sized):
             return ""  # in a capture nothing can be agreed on, and no caller waits for the host
@@ -341,6 +341,12 @@ class GroupDispatcher:
         try:
             call.make(cast(Communicator, communicator))  # a method that both kinds of communicator have
         except Exception as error:
+            # NCCL has made the calls before this capture, which therefore have left no staging.
+            row = self._left.get(_key_of_left(call), NO_ROW) if isinstance(error, StagingError) else NO_ROW
+            if row[-1] and self._coalescing is None:
+                call.refusal, (call.args, call.copies) = row[-1], calls.contiguous_arguments(call)
+                self._make_other(call, device).wait()
+                return
             self.life.explain(error)
             raise
         if not isinstance(communicator, Communicator):
@@ -386,3 +392,10 @@ class GroupDispatcher:
     def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
         key = call.operation.name, calls.dtype_name(call.tensors[0].dtype) if call.nbytes else "", device, where, why
         self.ledger.note(key, reason, call.nbytes)
+
+
+def _key_of_left(call: GroupCall) -> tuple[RepeatKey, bool, int]:
+    """Return the key of the row of calls like this one that NCCL makes."""
+    first = call.tensors[0]
+    key = call.key or (call.operation.name, None, first.dtype, first.device)
+    return key, call.is_async, call.nbytes * call.operation.repeats
