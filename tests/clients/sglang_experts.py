@@ -1,6 +1,6 @@
 """SGLang's own dispatcher for DeepEP, normal and low latency, in bfloat16 and in float8, with Sidelane as ``deep_ep``.
 
-``gloo`` computes the layer of experts on each rank alone, without any exchange. Numbers are such that sums are exact.
+``gloo`` computes the layer of experts on each rank alone, without any exchange.
 """
 
 from __future__ import annotations
@@ -17,37 +17,14 @@ if not GPUS:
 
 import torch
 import torch.distributed as dist
+from expert_layer import EACH, MOST, TOKENS, K, alone, drawn, factor
 
-EACH, K, MOST, HIDDEN = 2, 2, 6, 256
-TOKENS = ((3, 5, 0, 6), (0, 0, 1, 2), (6, 6, 6, 6))
-"""Tokens of each rank, in each step."""
-
+HIDDEN = 256
 os.environ["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"] = str(MOST)
 if not GPUS:
     # torchvision has no build for CPUs on the index: SGLang reads pictures with it, of which there are none.
     for name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-
-def drawn(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return this rank's tokens, experts and gates. The largest of 128 elements is 448, so that float8 is exact."""
-    draw = torch.Generator().manual_seed(10 * step + RANK)
-    tokens = TOKENS[step][RANK % len(TOKENS[step])]
-    x = torch.randint(-1, 3, (tokens, HIDDEN), generator=draw).bfloat16()
-    x[:, ::128] = 448
-    chosen = torch.rand(tokens, RANKS * EACH, generator=draw).topk(K).indices
-    gates = 2.0 ** -torch.randint(1, 3, (tokens, K), generator=draw).float()
-    return x, chosen, gates
-
-
-def factor(experts: torch.Tensor) -> torch.Tensor:
-    """Return the number by which an expert multiplies."""
-    return 2.0 ** (experts % 3)
-
-
-def alone(step: int) -> torch.Tensor:
-    x, chosen, gates = drawn(step)
-    return x * (gates * factor(chosen)).sum(1, keepdim=True).bfloat16()
 
 
 def dispatchers() -> dict[str, Any]:
@@ -91,7 +68,7 @@ def in_float8(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def layer(dispatcher: Any, step: int) -> torch.Tensor:
     """Let SGLang's dispatcher send tokens, multiply by the factors of the experts, and let it combine."""
-    x, chosen, gates = drawn(step)
+    x, chosen, gates = drawn(step, HIDDEN)
     routed = SimpleNamespace(topk_weights=gates, topk_ids=chosen)
     found = dispatcher.dispatch_b(*dispatcher.dispatch_a(x, routed))
     rows, scales = found.hidden_states, found.hidden_states_scale
@@ -115,13 +92,13 @@ def main() -> None:
     dist.init_process_group("nccl" if GPUS else "gloo")
     steps = range(len(TOKENS))
     if BACKEND == "gloo":
-        finish(alone(step).double().sum().item() for _ in range(4) for step in steps)
+        finish(alone(step, HIDDEN).double().sum().item() for _ in range(4) for step in steps)
         return
     values, rows = [], []
     for name, dispatcher in dispatchers().items():
         for step in steps:
             y = layer(dispatcher, step)
-            assert torch.equal(y, alone(step)), (name, step)
+            assert torch.equal(y, alone(step, HIDDEN)), (name, step)
             values.append(y.double().sum().item())
         rows.append({"where": "sidelane", "operation": name, "why": "", "calls": len(TOKENS)})
     finish(values, rows)

@@ -1,6 +1,6 @@
 """vLLM's callers of DeepEP, high throughput and low latency, in bfloat16 and in float8, with Sidelane as ``deep_ep``.
 
-``gloo`` computes the layer of experts on each rank alone, without any exchange. Numbers are such that sums are exact.
+``gloo`` computes the layer of experts on each rank alone, without any exchange.
 """
 
 from __future__ import annotations
@@ -15,36 +15,12 @@ if not GPUS:
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_DIST_IDENT": "experts"}
 
 import torch
+from expert_layer import EACH, MOST, TOKENS, alone, drawn, factor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
-EACH, K, MOST = 2, 2, 6
 HIDDEN = 2048
 """The least that vLLM's caller for low latency takes."""
-
-TOKENS = ((3, 5, 0, 6), (0, 0, 1, 2), (6, 6, 6, 6))
-"""Tokens of each rank, in each step."""
-
-
-def drawn(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return this rank's tokens, experts and gates. The largest of 128 elements is 448, so that float8 is exact."""
-    draw = torch.Generator().manual_seed(10 * step + RANK)
-    tokens = TOKENS[step][RANK % len(TOKENS[step])]
-    x = torch.randint(-1, 3, (tokens, HIDDEN), generator=draw).bfloat16()
-    x[:, ::128] = 448
-    chosen = torch.rand(tokens, RANKS * EACH, generator=draw).topk(K).indices
-    gates = 2.0 ** -torch.randint(1, 3, (tokens, K), generator=draw).float()
-    return x, chosen, gates
-
-
-def factor(experts: torch.Tensor) -> torch.Tensor:
-    """Return the number by which an expert multiplies."""
-    return 2.0 ** (experts % 3)
-
-
-def alone(step: int) -> torch.Tensor:
-    x, chosen, gates = drawn(step)
-    return x * (gates * factor(chosen)).sum(1, keepdim=True).bfloat16()
 
 
 def callers() -> dict[str, Any]:
@@ -89,7 +65,7 @@ def layer(caller: Any, settings: Any, step: int) -> torch.Tensor:
         TopKWeightAndReduceNoOP,
     )
 
-    x, chosen, gates = drawn(step)
+    x, chosen, gates = drawn(step, HIDDEN)
     experts = RANKS * EACH
     rows, scales, counts, there, weights = caller.prepare(x, gates, chosen, experts, None, False, settings)
     if scales is not None:
@@ -117,13 +93,13 @@ def main() -> None:
         parallel_state.initialize_model_parallel(RANKS)
         steps = range(len(TOKENS))
         if BACKEND == "gloo":
-            finish(alone(step).double().sum().item() for _ in range(4) for step in steps)
+            finish(alone(step, HIDDEN).double().sum().item() for _ in range(4) for step in steps)
             return
         values, rows = [], []
         for name, (caller, settings) in callers().items():
             for step in steps:
                 y = layer(caller, settings, step)
-                assert torch.equal(y, alone(step)), (name, step)
+                assert torch.equal(y, alone(step, HIDDEN)), (name, step)
                 values.append(y.double().sum().item())
             rows.append({"where": "sidelane", "operation": name, "why": "", "calls": len(TOKENS)})
         finish(values, rows)

@@ -218,8 +218,13 @@ def slots_and_back(group: dist.ProcessGroup, calls: int) -> None:
                         assert torch.equal(values[expert, slot].cpu(), wanted)
                     else:
                         small, scale = (part[0] for part in float8_and_scales(wanted[None]))
-                        assert torch.equal(bits(values[expert, slot]), bits(small))
-                        assert torch.equal(scales[expert, slot].cpu(), scale)
+                        if device.type == "cpu":
+                            assert torch.equal(bits(values[expert, slot]), bits(small))
+                        # Quotients of a GPU's kernel may differ in the last place, and so may what is rounded.
+                        torch.testing.assert_close(scales[expert, slot].cpu(), scale, rtol=1e-6, atol=0)
+                        place = scale.repeat_interleave(128)[:columns]
+                        wide = values[expert, slot].cpu().float() * place
+                        torch.testing.assert_close(wide, wanted.float(), rtol=0.07, atol=float(place.max()) / 500)
                     results[expert, slot] = wanted.to(device) * (own + 1)
             out = torch.empty_like(x) if number % 2 else None
             y, event, hook = buffer.low_latency_combine(

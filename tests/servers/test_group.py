@@ -169,14 +169,13 @@ def test_norms(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2, interpreted=True)
-def test_norms_of_many_tokens_through_host_memory_are_the_servers(group: dist.ProcessGroup) -> None:
+def test_norms_through_host_memory_are_the_servers(group: dist.ProcessGroup) -> None:
+    x, weight = torch.ones(4, 8), torch.ones(8)
     with mock.patch.object(CpuBackend, "peers", PeerMemory(True, "a test")), made(group) as served:
-        assert [served.fuses(tokens) for tokens in (1, 8, 9)] == [True, True, False]
-        for tokens in (8, 9):
-            x, weight = torch.ones(tokens, 8), torch.ones(8)
-            found = served.all_reduce_rms_norm(x, x, weight, 1e-6)
-            assert (found is None) == (tokens == 9) and served.normalises(x, weight) == (tokens == 8)
-            assert found is None or (found[1].eq(3).all() and torch.allclose(found[0], torch.ones(8), atol=1e-5))
+        assert not served.fuses() and not served.normalises(x, weight)
+        assert served.all_reduce_rms_norm(x, x, weight, 1e-6) is None
+    with made(group) as served:
+        assert served.fuses() and served.normalises(x, weight)
 
 
 @on_ranks(2, gpu=True)

@@ -3,10 +3,10 @@
 Each claim that the model speaks to has a role: ``input`` (the machine's description was told), ``fitted`` (a number of
 it was chosen to meet the claim; the description names it), ``seen`` (no number was turned for it, but a rule or a
 reading went in after the claim had been looked at), ``development`` (a prediction that a test holds: a change that
-loses it does not land) or ``held_out`` (a prediction that no test names). A claim that the model can only repeat, or
-that says too little to be compared like for like, is not judged, and a reason stands for it. One tolerance holds for
-all: ``TOLERANCE`` of the published value, or ``POINTS`` for percentages of ideal. :func:`problems` finds claims without
-a role, and predictions that a number was taken from after all.
+loses it does not land) or ``held_out`` (a prediction whose outcome no test asserts). A claim that the model can only
+repeat, or that says too little to be compared like for like, is not judged, and a reason stands for it. One tolerance
+holds for all: ``TOLERANCE`` of the published value, or ``POINTS`` for percentages of ideal. :func:`problems` finds
+claims without a role, and predictions that a number was taken from after all.
 """
 
 from __future__ import annotations
