@@ -92,7 +92,7 @@ def test_rows_of_gemvs_count_for_the_methods_that_they_have() -> None:
         ({"unfused": 40.0}, 1100, "fused: 20 us"),
         ({"unfused": 40.0}, 1900, "unfused: 37.9"),
         ({"fused": 30.0, "split/1": 3.0}, 1100, "fused: 2"),
-        ({"unfused": 40.0, "split/1": 3.0}, 2048, "split in 1 pieces: 3 us"),
+        ({"unfused": 40.0, "split/1": 3.0}, 2048, "split: 3 us"),
     ):
         rows = one_token, dataclasses.replace(one_token, sizes=(1024, 2048, 1), times=times)
         assert str(choose_method({"": rows}, "gemv_all_reduce", 2, (1024, columns, 1), ways=ALL)).startswith(expected)
