@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,10 @@ from on_ranks import on_ranks
 from ranks import crew
 
 from sidelane import deep_ep
-from sidelane.errors import MismatchError, PeerError
+from sidelane.errors import MismatchError, PeerError, UnavailableError
+
+LAYOUT = "num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert", "is_token_in_rank"
+"""Names of the results of ``get_dispatch_layout``."""
 
 
 @contextmanager
@@ -157,7 +161,7 @@ def dispatch_and_combine(group: dist.ProcessGroup, calls: int) -> None:
                         assert torch.equal(row, drawn.x[sender][token]), (number, sender, token)
             local = [[one - rank * drawn.each for one in drawn.chosen[s][t].tolist()] for s, t in came]
             local = [[one if 0 <= one < drawn.each else -1 for one in row] for row in local]
-            assert experts.tolist() == local and experts.dtype == deep_ep.topk_idx_t
+            assert experts.tolist() == local and experts.dtype == torch.int64
             counted = [sum(row.count(one) for row in local) for one in range(drawn.each)]
             assert numbers == [-(-count // 4) * 4 for count in counted]
             for row, (sender, token), own in zip(weights.cpu(), came, local, strict=True):
@@ -190,16 +194,15 @@ def slots_and_back(group: dist.ProcessGroup, calls: int) -> None:
             drawn = Drawn(draws, n, columns, dtype, most)
             x, chosen, gates = drawn.on(rank, device)
             is_quantized, is_async = number % 2 == 1, draws.sizes.random() < 0.5
-            stats = torch.ones(drawn.each, dtype=torch.int32, device=device)
             draws.late()
             rows, counts, handle, event, hook = buffer.low_latency_dispatch(
-                x, chosen, most, drawn.experts, stats, use_fp8=is_quantized, async_finish=is_async,
+                x, chosen, most, drawn.experts, use_fp8=is_quantized, async_finish=is_async,
                 return_recv_hook=not is_async,
             )  # fmt: skip
             hook()
             event.current_stream_wait()
             buffer.comm.synchronize()
-            assert torch.equal(stats, counts + 1) and counts.dtype == torch.int32
+            assert counts.dtype == torch.int32
             values, scales = rows if is_quantized else (rows, None)
             assert values.shape == (drawn.each, n * most, columns) and values.is_contiguous()
             if scales is not None:
@@ -260,8 +263,9 @@ def test_graphs_hold_calls_whose_routing_changes(group: dist.ProcessGroup) -> No
 
         fill()
         drawn = buffer.get_dispatch_layout(chosen, 2 * n)
-        names = "num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert", "is_token_in_rank"
-        *_, handle, _ = buffer.dispatch(x, topk_idx=chosen, topk_weights=gates, **dict(zip(names, drawn, strict=False)))
+        *_, handle, _ = buffer.dispatch(
+            x, topk_idx=chosen, topk_weights=gates, **dict(zip(LAYOUT, drawn, strict=False))
+        )
         homes = drawn[3].sum(1, keepdim=True)
         assert handle is not None
 
@@ -283,9 +287,70 @@ def test_graphs_hold_calls_whose_routing_changes(group: dist.ProcessGroup) -> No
         graph.reset()
 
 
+class FilledLate(deep_ep.EventOverlap):
+    """The end of work that gives columns of matrices their values: on a GPU on a stream of its own, and late."""
+
+    def __init__(self, *values: torch.Tensor) -> None:
+        super().__init__()
+        self.values, self.given = values, [torch.zeros_like(each.t().contiguous()).t() for each in values]
+        if values[0].is_cuda:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(torch.cuda.Stream()) as stream:
+                torch.cuda._sleep(50_000_000)
+                self.fill()
+            self.event = stream.record_event()
+
+    def fill(self) -> None:
+        torch._foreach_copy_(self.given, list(self.values))
+
+    def current_stream_wait(self) -> None:
+        super().current_stream_wait()
+        if self.event is None:
+            self.fill()
+
+
+@on_ranks(2, interpreted=True)
+@on_ranks(gpu=fused)
+def test_tensors_are_read_behind_previous_event(group: dist.ProcessGroup) -> None:
+    """Also those of which a copy is sent: columns of a matrix in place of rows."""
+    with buffer_of(group) as buffer:
+        n, rank = buffer.group_size, buffer.rank
+        values, gates = torch.arange(24.0).view(3, 8), torch.rand(3, 2)
+        chosen = torch.stack([torch.arange(3) % n, torch.full((3,), -1)], 1)
+        layout = buffer.get_dispatch_layout(chosen, n)
+        options: dict[str, Any] = {"topk_idx": chosen, "topk_weights": gates, **dict(zip(LAYOUT, layout, strict=False))}
+        expected = torch.cat([values[rank::n]] * n)
+        for is_async in (False, True):
+            late = FilledLate(values.bfloat16())
+            found, _, weights, _, handle, end = buffer.dispatch(
+                late.given[0], previous_event=late, async_finish=is_async, **options
+            )
+            end.current_stream_wait()
+            assert torch.equal(found.float(), expected) and weights is not None and handle is not None
+            late = FilledLate(values.to(torch.float8_e4m3fn))
+            (found, _), *_, end = buffer.dispatch(
+                (late.given[0], torch.ones(3, 1)), handle, previous_event=late, async_finish=is_async
+            )
+            end.current_stream_wait()
+            assert torch.equal(found.float(), expected.to(found.dtype).float())
+            late = FilledLate(expected, weights)
+            y, sums, end = buffer.combine(
+                late.given[0], handle, late.given[1], previous_event=late, async_finish=is_async
+            )
+            end.current_stream_wait()
+            assert torch.equal(y, values) and sums is not None and torch.equal(sums[:, 0], gates[:, 0])
+
+
+@on_ranks(2)
+def test_a_buffer_of_cpu_ranks_says_that_it_needs_the_interpreter(group: dist.ProcessGroup) -> None:
+    with pytest.raises(UnavailableError, match=r"^Buffer: .* set TRITON_INTERPRET=1"):
+        deep_ep.Buffer(group, device="cpu")
+
+
 X = torch.zeros(3, 8)
 CHOSEN = torch.tensor([[0, 1], [1, -1], [-1, -1]])
 SLOTS = {"topk_idx": CHOSEN, "num_max_dispatch_tokens_per_rank": 4, "num_experts": 2}
+STATS = "cumulative_local_expert_recv_stats"
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     (
         "get_dispatch_layout",
@@ -294,19 +359,23 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("get_dispatch_layout", {"topk_idx": CHOSEN.float(), "num_experts": 2}, "dtype of topk_idx (value=torch.float32"),
     ("dispatch", {"x": X}, "num_tokens_per_rank (value=NoneType, allowed=a tensor)"),
-    ("dispatch", {"x": X, "num_worst_tokens": 8}, "num_worst_tokens, which is not there on one node (value=8"),
-    ("dispatch", {"x": X, "handle": (1, 2)}, "handle is no DispatchHandle"),
-    ("dispatch", {"x": X, "config": 20}, "config (value=int, allowed=deep_ep.Config, None)"),
+    ("dispatch", {"x": X, "num_worst_tokens": 8}, "num_worst_tokens, which is not supported here (value=8"),
+    ("dispatch", {"x": X, "handle": (1, 2)}, "handle (value=tuple, allowed=DispatchHandle"),
+    ("dispatch", {"x": X, "config": 20}, "config (value=int, allowed=DeepEpConfig)"),
     ("dispatch", {"x": (X, X)}, "dtype of values of x (value=torch.float32"),
     ("dispatch", {"x": (X.to(torch.float8_e4m3fn), X[:2])}, "shapes of values and scales"),
-    ("dispatch", {"x": X, "layout": (2, 2, 2)}, "layout (value=2, 2, (2, 2), allowed=2, multiples of 2, (3, 2))"),
-    ("dispatch", {"x": X, "layout": (2, 2, 3), "topk_idx": CHOSEN, "topk_weights": X}, "shapes of topk_idx and topk_w"),
+    ("dispatch", {"x": X, "layout": (2, 3, 3), "topk_idx": CHOSEN}, "num_experts (value=3, allowed=multiples of 2)"),
+    (
+        "dispatch",
+        {"x": X, "layout": (1, 2, 2), "topk_idx": CHOSEN, "topk_weights": X},
+        "topk_idx and topk_weights (value=[(1,), (2, 2), (3, 2), (3, 8)], allowed=[(2,), (3, 2), (3, 2), (3, 2)])",
+    ),
     ("combine", {"x": X, "handle": None}, "handle (value=NoneType, allowed=DispatchHandle)"),
-    ("combine", {"x": X, "bias": X, "handle": None}, "bias, which is not there on one node (value=Tensor"),
+    ("combine", {"x": X, "bias": X, "handle": None}, "bias, which is not supported here (value=Tensor"),
     (
         "low_latency_dispatch",
         {"x": X, **SLOTS, "use_ue8m0": True},
-        "use_ue8m0, which is not there on one node (value=True",
+        "use_ue8m0, which is not supported here (value=True",
     ),
     (
         "low_latency_dispatch",
@@ -319,6 +388,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         "columns of x in float8 (value=7, allowed=multiples of 2)",
     ),
     ("low_latency_combine", {"x": X, "topk_idx": CHOSEN, "topk_weights": X, "handle": 1}, "handle (value=int"),
+    ("low_latency_dispatch", {"x": X, **SLOTS, STATS: CHOSEN[0].int()}, f"{STATS}, which is not supported here"),
 ]
 
 
@@ -372,19 +442,24 @@ def test_settings_follow_the_number_of_compute_units(monkeypatch: pytest.MonkeyP
     assert deep_ep.Buffer.num_sms == 32 == deep_ep.Buffer.get_dispatch_config(2).num_sms
     # Of 2 * 4 rows: bfloat16, and float8 with one scale, whose places are multiples of 16 bytes.
     assert deep_ep.Buffer.get_low_latency_rdma_size_hint(4, 128, 2, 8) == 8 * (256 + 128 + 16)
-    with deep_ep.EventOverlap() as event:
-        assert event.event is None
     assert deep_ep.Buffer.capture().event is None or torch.cuda.is_available()
 
 
 def test_programs_import_it_by_deep_eps_name_once_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
-    monkeypatch.setitem(sys.modules, "deep_ep", deep_ep)
-    monkeypatch.delitem(sys.modules, "deep_ep")
+    """With the module from which Megatron-core imports its events; classes are the same by either name."""
+    for name in [*filter(re.compile(r"deep_ep(\..*)?").fullmatch, sys.modules), "deep_ep"]:
+        monkeypatch.setitem(sys.modules, name, deep_ep)
+        monkeypatch.delitem(sys.modules, name)
     assert importlib.util.find_spec("deep_ep") is None
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     for _ in range(2):
         deep_ep.install()
     assert importlib.import_module("deep_ep") is deep_ep and importlib.util.find_spec("deep_ep") is not None
+    utils, buffer = importlib.import_module("deep_ep.utils"), importlib.import_module("deep_ep.buffer")
+    assert buffer.DeepEpBuffer is deep_ep.Buffer and utils.EventOverlap is deep_ep.EventOverlap
+    event = utils.EventOverlap(utils.EventHandle())
+    event.current_stream_wait()
+    assert (event.event is not None) == torch.cuda.is_available()
     monkeypatch.setitem(sys.modules, "deep_ep", torch)
     with pytest.raises(RuntimeError, match="another module deep_ep is imported already"):
         deep_ep.install()
