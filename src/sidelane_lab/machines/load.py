@@ -75,17 +75,17 @@ def canonical_name(text: str) -> str:
     >>> [canonical_name(text) for text in ("8 x H100 SXM", "2x8xh100", "DGX-H100", "256xMI300X", "2xRTX4090", "h200x4")]
     ['h100x8', 'h100x8x2', 'h100x8', 'mi300x8x32', '4090x2', 'h200x4']
     """
-    largest: dict[str, int] = {}
-    for gpu, gpus in re.findall(r"(?m)^(\w+?)x(\d+)(?:x\d+)?$", "\n".join(machine_names())):
+    known, largest = machine_names(), dict[str, int]()
+    for gpu, gpus in re.findall(r"(?m)^(\w+?)x(\d+)(?:x\d+)?$", "\n".join(known)):
         largest[gpu] = max(largest.get(gpu, 0), int(gpus))
     plain = NOT_THE_NAME.sub(" ", text.lower()).replace("dgx", "8x")
-    found = re.fullmatch(rf"([\dx\s]*?)({'|'.join(largest)})([\dx\s]*)", plain)
+    found = re.fullmatch(rf"([\dx\s]*?)({'|'.join(largest)})((?:[x\s][\dx\s]*)?)", plain)
     if found is None or re.search("a100.*80 ?gb", text.lower()):  # the catalogue's have 40 GB
         return text
-    before, gpu, after = found.groups()
+    before, gpu, after, node = *found.groups(), largest[found[2]]
     counts = [*re.findall(r"\d+", after), *reversed(re.findall(r"\d+", before))]  # GPUs of a node, then nodes
-    if len(counts) == 1 and int(counts[0]) > largest[gpu] and int(counts[0]) % largest[gpu] == 0:
-        counts = [str(largest[gpu]), str(int(counts[0]) // largest[gpu])]
+    if len(counts) == 1 and f"{gpu}x{node}x2" in known and int(counts[0]) > node and int(counts[0]) % node == 0:
+        counts = [str(node), str(int(counts[0]) // node)]
     return "x".join((gpu, *(count for number, count in enumerate(counts) if number == 0 or count != "1")))
 
 
@@ -105,8 +105,8 @@ def named(name: str) -> Machine:
     node, _, nodes = wanted.rpartition("x")
     if f"{node}x2" in known and named(f"{node}x2").nodes == 2 and nodes.isdecimal() and 2 <= int(nodes) <= MOST_NODES:
         return dataclasses.replace(with_nodes(named(f"{node}x2"), int(nodes)), name=wanted)
-    allowed = f"{', '.join(known)}, or a .toml or .json"
-    raise ValueError(f"machine: name (value={name!r}, allowed={allowed}){nearest(wanted, known)}")
+    near = nearest(wanted, [one for one in known if one.split("x")[0] == wanted.split("x")[0]] or known)
+    raise ValueError(f"machine: name (value={name!r}, allowed={', '.join(known)}, or a .toml or .json){near}")
 
 
 def with_nodes(machine: Machine, nodes: int) -> Machine:
