@@ -204,7 +204,8 @@ def test_what_is_refused_on_one_rank_is_told_to_the_others(group: dist.ProcessGr
             with pytest.raises((ValueError, PeerError, MismatchError)) as caught:
                 step(comm, given, chunks=wrong if is_wrong else 2)
                 comm.synchronize()
-            assert "chunks (value=" in str(caught.value) and "allowed=auto, 1..2)" in str(caught.value)
+            assert "chunks of the 2 heads of k and v of a rank (value=" in str(caught.value)
+            assert "allowed=auto, 1..2)" in str(caught.value)
         with pytest.raises(RuntimeError, match="once_differentiable|differentiated twice|twice"):
             inputs = [tensor.clone().requires_grad_() for tensor in given[:3]]
             result = ops.sequence_parallel_attention(comm, *inputs, chunks=2)
