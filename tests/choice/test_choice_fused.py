@@ -14,6 +14,7 @@ from sidelane.choice.fused import FUSED, SPLIT, UNFUSED, FusedTime, choose_metho
 from sidelane.choice.key import MachineKey
 from sidelane.choice.profile import Profile
 from sidelane.choice.store import builtin_fused, fused_times
+from sidelane.machine.peers import PeerMemory
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.fused.rows import FusedRow, kept_of, times_of
 
@@ -85,18 +86,16 @@ def test_what_differs_is_not_looked_up() -> None:
 
 
 def test_rows_of_gemvs_count_for_the_methods_that_they_have() -> None:
-    """A method fails at one size, is skipped at another, or is one that arithmetic says nothing about."""
-    both = some("gemv_all_reduce", fused=20.0, unfused=25.0)
-    for other, expected in (
-        (some("gemv_all_reduce", sizes=2048, unfused=40.0), "fused"),
-        (some("gemv_all_reduce", sizes=2048, **{"fused": 1.0, "split/1": 3.0}), "fused"),
-        (some("gemv_all_reduce", sizes=1024, **{"unfused": 9.0, "split/1": 3.0}), "split"),
+    """A method fails at one size, or is one that arithmetic says nothing about."""
+    one_token = dataclasses.replace(some("gemv_all_reduce", fused=20.0, unfused=25.0), sizes=(1024, 1024, 1))
+    for times, columns, expected in (
+        ({"unfused": 40.0}, 1100, "fused: 20 us"),
+        ({"unfused": 40.0}, 1900, "unfused: 37.9"),
+        ({"fused": 30.0, "split/1": 3.0}, 1100, "fused: 2"),
+        ({"unfused": 40.0, "split/1": 3.0}, 2048, "split: 3 us"),
     ):
-        for times in ((both, other), (other, both)) if other.sizes != both.sizes else ((other,),):
-            assert chosen(*times, op="gemv_all_reduce") == f"{expected} measured at 1024, 1024, 1024, eager, here"
-    near = [dataclasses.replace(each, sizes=(1024, columns, 1)) for each, columns in ((both, 1024), (other, 2048))]
-    found = choose_method({"here": near}, "gemv_all_reduce", 2, (1024, 1900, 1), ways=ALL)
-    assert (found.candidate.name, found.candidate.pieces) == (SPLIT, 1) and found.reason.startswith("3 us"), found
+        rows = one_token, dataclasses.replace(one_token, sizes=(1024, 2048, 1), times=times)
+        assert str(choose_method({"": rows}, "gemv_all_reduce", 2, (1024, columns, 1), ways=ALL)).startswith(expected)
 
 
 def test_kernels_that_have_never_run_are_taken_by_measurement_only() -> None:
@@ -191,6 +190,10 @@ def test_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
         caplog.clear()
     keep(HERE, [some(fused=3.0, unfused=2.0)])
     assert len(fused_times(None, HERE)[path.name]) == 1, "a file of another format is replaced"
+    between = HERE.between(PeerMemory(True))
+    assert fused_times(None, between) == {}, "none of these was measured through host memory"
+    path = keep(between, [some(fused=4.0, unfused=2.0)])
+    assert fused_times(None, between) == {path.name: (some(fused=4.0, unfused=2.0),)}
 
 
 def test_ways_that_there_are_not() -> None:

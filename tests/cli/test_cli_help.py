@@ -164,7 +164,7 @@ def test_an_error_of_a_setting_says_where_settings_are(monkeypatch: pytest.Monke
     monkeypatch.setattr("sidelane_lab.harness.running.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     result = run("collective", "--device", "cpu")
     assert result.exit_code == 2 and "SIDELANE" not in result.stdout
-    assert "Error: Config: beside (value='everything', allowed=nothing, compute)" in result.stderr
+    assert "Error: SIDELANE_BESIDE (value='everything', allowed=nothing, compute)" in result.stderr
     assert result.stderr.splitlines()[-1] == "See docs/reference/settings.md"
 
 

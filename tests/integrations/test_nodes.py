@@ -177,7 +177,7 @@ def test_calls_that_nothing_hides_are_flat(group: dist.ProcessGroup) -> None:
     beside = config.COMPUTE if dist.get_rank(group) == 2 else config.NOTHING
     with (
         config.override(dataclasses.replace(nodes, beside=beside)),
-        pytest.raises(ValueError, match=r"Config.beside differs \(value=\{0: 'nothing', 1: 'nothing', 2: 'compute'"),
+        pytest.raises(ValueError, match=r"Config.beside differs \(value=.* 2: 'compute'.*, allowed=one value on"),
     ):
         sidelane.wrap(group)
 

@@ -392,8 +392,9 @@ def test_what_staging_makes_slower_is_decided_by_measured_sizes(group: dist.Proc
     count = (4 << 20) // 4
     cases = [(count, False, "sidelane"), (count + 1, False, "sidelane")]
     cases += [(count, True, "sidelane"), (count + 1, True, "nccl")]
+    orders = mock.patch.object(order.HostOrder, "other", autospec=True, side_effect=order.HostOrder.other)
     for options in ({}, {"beside": "compute"}, {"deterministic": True}):
-        with config.override(config.Config(**options)), left_to_library(group) as ours:
+        with config.override(config.Config(**options)), left_to_library(group) as ours, orders as other:
             for numel, is_async, where in cases:
                 ledger.reset()
                 tensor = torch.full((numel, 2), float(ours.rank() + numel % 5))[:, 0]
@@ -403,6 +404,9 @@ def test_what_staging_makes_slower_is_decided_by_measured_sizes(group: dist.Proc
                     work.wait()
                 assert tensor.eq(1 + 2 * (numel % 5)).all()
                 assert [row.where for row in sidelane.report().rows] == ["sidelane" if options else where], options
+                if where == "nccl" and not options:  # in the order of asynchronous calls, with the tensors that it has
+                    _, _, (given,), was_async = other.call_args.args
+                    assert was_async and given.is_contiguous()
 
 
 @on_ranks(2)
@@ -910,6 +914,13 @@ def pass_on(driver: FakeDriver, first: int, then: int) -> None:
     event = driver.create_event()
     driver.submit([driver.bind_record(event, first)])
     driver.submit([driver.bind_wait(event, then)])
+
+
+def test_errors_of_a_call_that_a_later_one_is_behind_name_the_dead() -> None:
+    failed, watch = (mock.Mock(**{f"{name}.side_effect": RuntimeError(name)}) for name in ("wait", "explain"))
+    for ends in (lambda work: work.wait(), lambda work: work.precede()):
+        with pytest.raises(RuntimeError, match="explain"):
+            ends(OtherWork(failed, watch, (1,)))
 
 
 @pytest.mark.parametrize("seed", range(6))

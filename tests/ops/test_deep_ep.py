@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +15,9 @@ import torch.distributed as dist
 from fused_ops import Draws, check_close, draws_of, fused
 from marks import long
 from on_ranks import on_ranks
-from ranks import crew
 
 from sidelane import deep_ep
-from sidelane.errors import MismatchError, PeerError
+from sidelane.errors import MismatchError, PeerError, UnavailableError
 
 
 @contextmanager
@@ -104,26 +104,9 @@ def layout_of(buffer: deep_ep.Buffer, drawn: Drawn, chosen: torch.Tensor, **opti
 
 
 @on_ranks(1, 2, long(3), interpreted=True, calls=4)
+@on_ranks(long(8), interpreted=True, timeout_s=300, calls=3)
 @on_ranks(gpu=fused, timeout_s=240, calls=40)
 def test_tokens_are_dispatched_and_combined(group: dist.ProcessGroup, calls: int) -> None:
-    dispatch_and_combine(group, calls)
-
-
-@on_ranks(1, 2, long(3), interpreted=True, calls=4)
-@on_ranks(gpu=fused, timeout_s=240, calls=40)
-def test_tokens_go_to_slots_of_experts_and_back(group: dist.ProcessGroup, calls: int) -> None:
-    slots_and_back(group, calls)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("function", ["dispatch_and_combine", "slots_and_back"])
-def test_eight_ranks(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with crew(8) as ranks:
-        ranks.run(globals()[function], 8, 3, timeout_s=300)
-
-
-def dispatch_and_combine(group: dist.ProcessGroup, calls: int) -> None:
     """Any numbers of tokens, with and without float8, again by a handle, and back: bytes of a reference."""
     with buffer_of(group) as buffer:
         n, rank, draws, device = buffer.group_size, buffer.rank, draws_of(buffer.comm), buffer.comm.device
@@ -181,7 +164,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().cpu().view(torch.uint8)
 
 
-def slots_and_back(group: dist.ProcessGroup, calls: int) -> None:
+@on_ranks(1, 2, long(3), interpreted=True, calls=4)
+@on_ranks(long(8), interpreted=True, timeout_s=300, calls=3)
+@on_ranks(gpu=fused, timeout_s=240, calls=40)
+def test_tokens_go_to_slots_of_experts_and_back(group: dist.ProcessGroup, calls: int) -> None:
     """Low latency: rows, scales and numbers of each expert, and weighted sums, against a reference."""
     with buffer_of(group, low_latency_mode=True) as buffer:
         n, rank, draws, device = buffer.group_size, buffer.rank, draws_of(buffer.comm), buffer.comm.device
@@ -283,9 +269,71 @@ def test_graphs_hold_calls_whose_routing_changes(group: dist.ProcessGroup) -> No
         graph.reset()
 
 
+class FilledLate(deep_ep.EventOverlap):
+    """The end of work that gives columns of matrices their values: on a GPU on a stream of its own, and late."""
+
+    def __init__(self, *values: torch.Tensor) -> None:
+        super().__init__()
+        self.values, self.given = values, [torch.zeros_like(each.t().contiguous()).t() for each in values]
+        if values[0].is_cuda:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(torch.cuda.Stream()) as stream:
+                torch.cuda._sleep(50_000_000)
+                self.fill()
+            self.event = stream.record_event()
+
+    def fill(self) -> None:
+        for given, values in zip(self.given, self.values, strict=True):
+            given.copy_(values)
+
+    def current_stream_wait(self) -> None:
+        super().current_stream_wait()
+        if self.event is None:
+            self.fill()
+
+
+@on_ranks(2, interpreted=True)
+@on_ranks(gpu=fused)
+def test_tensors_are_read_behind_previous_event(group: dist.ProcessGroup) -> None:
+    """Also those of which a copy is sent: columns of a matrix in place of rows."""
+    with buffer_of(group) as buffer:
+        n, rank = buffer.group_size, buffer.rank
+        values, gates = torch.arange(24.0).view(3, 8), torch.rand(3, 2)
+        chosen = torch.stack([torch.arange(3) % n, torch.full((3,), -1)], 1)
+        layout = buffer.get_dispatch_layout(chosen, n)
+        names = "num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert", "is_token_in_rank"
+        options: dict[str, Any] = {"topk_idx": chosen, "topk_weights": gates, **dict(zip(names, layout, strict=False))}
+        expected = torch.cat([values[rank::n]] * n)
+        for is_async in (False, True):
+            late = FilledLate(values.bfloat16())
+            found, _, weights, _, handle, end = buffer.dispatch(
+                late.given[0], previous_event=late, async_finish=is_async, **options
+            )
+            end.current_stream_wait()
+            assert torch.equal(found.float(), expected) and weights is not None and handle is not None
+            late = FilledLate(values.to(torch.float8_e4m3fn))
+            given = late.given[0], torch.ones(3, 1)
+            (found, _), *_, end = buffer.dispatch(given, handle, previous_event=late, async_finish=is_async)
+            end.current_stream_wait()
+            assert torch.equal(found.float(), expected.to(found.dtype).float())
+            late = FilledLate(expected, weights)
+            y, sums, end = buffer.combine(
+                late.given[0], handle, late.given[1], previous_event=late, async_finish=is_async
+            )
+            end.current_stream_wait()
+            assert torch.equal(y, values) and sums is not None and torch.equal(sums[:, 0], gates[:, 0])
+
+
+@on_ranks(2)
+def test_a_buffer_of_cpu_ranks_says_that_it_needs_the_interpreter(group: dist.ProcessGroup) -> None:
+    with pytest.raises(UnavailableError, match=r"^Buffer: .* set TRITON_INTERPRET=1"):
+        deep_ep.Buffer(group, device="cpu")
+
+
 X = torch.zeros(3, 8)
 CHOSEN = torch.tensor([[0, 1], [1, -1], [-1, -1]])
 SLOTS = {"topk_idx": CHOSEN, "num_max_dispatch_tokens_per_rank": 4, "num_experts": 2}
+STATS = "cumulative_local_expert_recv_stats"
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     (
         "get_dispatch_layout",
@@ -319,6 +367,8 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         "columns of x in float8 (value=7, allowed=multiples of 2)",
     ),
     ("low_latency_combine", {"x": X, "topk_idx": CHOSEN, "topk_weights": X, "handle": 1}, "handle (value=int"),
+    ("low_latency_dispatch", {"x": X, **SLOTS, STATS: CHOSEN[0].int()}, f"{STATS} (value=2, allowed=1)"),
+    ("low_latency_dispatch", {"x": X, **SLOTS, STATS: CHOSEN[:1, 0]}, f"dtype of {STATS} (value=torch.int64"),
 ]
 
 
@@ -372,19 +422,24 @@ def test_settings_follow_the_number_of_compute_units(monkeypatch: pytest.MonkeyP
     assert deep_ep.Buffer.num_sms == 32 == deep_ep.Buffer.get_dispatch_config(2).num_sms
     # Of 2 * 4 rows: bfloat16, and float8 with one scale, whose places are multiples of 16 bytes.
     assert deep_ep.Buffer.get_low_latency_rdma_size_hint(4, 128, 2, 8) == 8 * (256 + 128 + 16)
-    with deep_ep.EventOverlap() as event:
-        assert event.event is None
     assert deep_ep.Buffer.capture().event is None or torch.cuda.is_available()
 
 
 def test_programs_import_it_by_deep_eps_name_once_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
-    monkeypatch.setitem(sys.modules, "deep_ep", deep_ep)
-    monkeypatch.delitem(sys.modules, "deep_ep")
+    """With the module from which Megatron-core imports its events; classes are the same by either name."""
+    for name in [*filter(re.compile(r"deep_ep(\..*)?").fullmatch, sys.modules), "deep_ep"]:
+        monkeypatch.setitem(sys.modules, name, deep_ep)
+        monkeypatch.delitem(sys.modules, name)
     assert importlib.util.find_spec("deep_ep") is None
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     for _ in range(2):
         deep_ep.install()
     assert importlib.import_module("deep_ep") is deep_ep and importlib.util.find_spec("deep_ep") is not None
+    utils, buffer = importlib.import_module("deep_ep.utils"), importlib.import_module("deep_ep.buffer")
+    assert buffer.DeepEpBuffer is deep_ep.Buffer and utils.EventOverlap is deep_ep.EventOverlap
+    event = utils.EventOverlap(utils.EventHandle())
+    event.current_stream_wait()
+    assert (event.event is not None) == torch.cuda.is_available()
     monkeypatch.setitem(sys.modules, "deep_ep", torch)
     with pytest.raises(RuntimeError, match="another module deep_ep is imported already"):
         deep_ep.install()

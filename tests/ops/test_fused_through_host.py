@@ -17,11 +17,13 @@ from marks import long
 from on_ranks import on_ranks, own_stream
 
 from sidelane import Communicator, Config, ops
+from sidelane.choice.fused import FusedTime
 from sidelane.collectives.backend_cpu import CpuBackend
 from sidelane.errors import UnavailableError
 from sidelane.machine.peers import PeerMemory
 from sidelane.ops.gemv import GemvAllReduce
 from sidelane.ops.handle import FLOAT8S, INTERPRETED
+from sidelane.ops.operator import tables_of
 from sidelane.ops.rms_norm import AllReduceRmsNorm, is_worth_it
 
 Compared = list[tuple[torch.Tensor, torch.Tensor]]
@@ -139,6 +141,12 @@ def test_what_auto_takes_through_host_memory(group: dist.ProcessGroup) -> None:
         assert "unfused: it has no kernel" in ops.explain(comm, "embedding_all_to_all", 512, 16, 70)
         sums = [torch.empty(tokens, 8192, dtype=torch.bfloat16) for tokens in (8, 9)]
         assert [is_worth_it(comm, x) for x in sums] == [True, False]
+        times = FusedTime("all_reduce_rms_norm", 2, False, (20, 4096), 2, {"fused": 3.0, "unfused": 2.0})
+        comm.cache[tables_of] = {"a test": (times,)}
+        assert "unfused: 2 us expected" in ops.explain(comm, "all_reduce_rms_norm", 16, 4096)
+        assert "fused: words with flags" in ops.explain(comm, "all_reduce_rms_norm", 1, 4096), (
+            "no measured shape is near"
+        )
         with pytest.raises(UnavailableError, match=r"schedule through host memory \(value=pushed"):
             ops.all_reduce_rms_norm(comm, torch.ones(1, 8), None, torch.ones(8), schedule="pushed", method="fused")
 

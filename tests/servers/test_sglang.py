@@ -37,6 +37,7 @@ CUSTOM = "sglang.srt.distributed.device_communicators.custom_all_reduce"
 NORM = "sglang.srt.layers.flashinfer_comm_fusion"
 WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater"
 ALL = "replaced: all_reduce, reduce_scatter_tensor, all_gather_into_tensor"
+DEEP_EP = "; deep_ep: Sidelane's"
 
 
 class Server:
@@ -272,7 +273,7 @@ def test_norms(group: dist.ProcessGroup) -> None:
             True,
             False,
         ]
-        assert lines[0].endswith(f"{ALL}, flashinfer_allreduce_residual_rmsnorm")
+        assert lines[0].endswith(f"{ALL}, flashinfer_allreduce_residual_rmsnorm{DEEP_EP}")
         for dtype, gain in (
             (torch.bfloat16, torch.bfloat16),
             (torch.float32, torch.float32),
@@ -317,13 +318,13 @@ def test_what_the_server_was_asked_for_comes_first(group: dist.ProcessGroup) -> 
         tp.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
         tp.all_gather_into_tensor(torch.empty(4), torch.ones(2))
         assert server.calls == ["reduce_scatter", "all_gather"] and tp.ca_comm.special == "theirs"
-        assert lines[0].endswith("replaced: nothing; as before: everything (--enable-symm-mem)")
+        assert lines[0].endswith(f"replaced: nothing; as before: everything (--enable-symm-mem){DEEP_EP}")
     for deterministic in (False, True):
         with serving(deterministic=deterministic) as (server, lines):
             server.start(disable_custom_all_reduce=True)
             tp = server.group(group)
             assert tp.ca_comm is None and lines[0].endswith(
-                "replaced: nothing; as before: everything (--disable-custom-all-reduce)"
+                f"replaced: nothing; as before: everything (--disable-custom-all-reduce){DEEP_EP}"
             )
             assert lines[0].startswith("WARNING")
             assert tp.all_reduce(torch.ones(3)).tolist() == [2.0] * 3 and server.calls == ["all_reduce"]
@@ -378,7 +379,7 @@ def test_who_asks_and_what_fits() -> None:
         ("0.6.0", False),
     ):
         with serving(version=version) as (server, lines):
-            assert bool(server.hooks) is fits
+            assert bool(server.hooks) is fits is ("deep_ep" in sys.modules)
             text = f"everything (sglang {version} does not fit (allowed=0.5.12..0.5.15))"
             refused = f"in sglang {version}: replaced: nothing; as before: {text}"
             assert fits or (len(lines) == 1 and lines[0].startswith("WARNING") and lines[0].endswith(refused))

@@ -24,6 +24,7 @@ from sidelane.config import Config
 from sidelane.servers import vllm
 
 OWN = "vllm.communicators.CudaCommunicator"
+DEEP_EP = "; deep_ep: Sidelane's"
 
 
 class Platform:
@@ -118,7 +119,7 @@ def test_what_is_replaced_is_said_once(caplog: Any, monkeypatch: pytest.MonkeyPa
     with server() as modules:
         name, (line,) = registered(modules, caplog)
         assert name == "sidelane.servers.vllm.DeviceCommunicator" and issubclass(vllm.DeviceCommunicator, Theirs)
-        assert line.endswith(" in vllm 0.33.0: replaced: CudaCommunicator, AllReduceFusionPass")
+        assert line.endswith(f" in vllm 0.33.0: replaced: CudaCommunicator, AllReduceFusionPass{DEEP_EP}")
         assert modules["vllm.platforms"].current_platform.use_custom_op_collectives()
         assert set(modules["vllm.envs"].compile_factors()) == {"a", "sidelane"}, "another cache of compiled models"
         passes = modules["vllm.compilation.passes.pass_manager"]
@@ -143,6 +144,7 @@ def test_what_does_not_fit_is_refused(caplog: Any, monkeypatch: pytest.MonkeyPat
         with server(**options) as modules:
             name, (line,) = registered(modules, caplog)
             assert name == OWN and "replaced: nothing; as before: everything (" in line and reason in line
+            assert "deep_ep" not in sys.modules and "deep_ep" not in line
     with server() as modules:
         modules["vllm.envs"].__dict__.pop("VLLM_BATCH_INVARIANT")  # as in a version that nobody has seen
         name, (line,) = registered(modules, caplog)

@@ -15,7 +15,7 @@ from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model import layer
 from sidelane_lab.model import plan as sim_plan
 from sidelane_lab.model.layer import MODELS, Step, step_memory
-from sidelane_lab.model.plan import FSDP, HSDP, PlannedStep, TrainingPlan, advice, answer, plan_table
+from sidelane_lab.model.plan import DDP, FSDP, HSDP, PlannedStep, TrainingPlan, advice, answer, plan_table
 from sidelane_lab.model.training import STRATEGIES, StepTimes, compute_us, step_times
 from sidelane_lab.model.transformer import Transformer, preset
 
@@ -132,6 +132,14 @@ def test_advice_says_how_many_tokens_would_hide_the_collectives():
     longer = TrainingPlan(H200, step, (library, planned("dma both", 800.0, 500.0, 900.0)))
     assert advice(longer)[-1].endswith("about 12288 tokens a rank.")
     assert advice(TrainingPlan(H200, step, (planned("dma both", 800.0, 10.0, 400.0),))) == []
+
+
+def test_gains_are_over_the_fastest_of_the_librarys_ways_that_fit():
+    """DDP is, where GPUs have memory for it."""
+    ways = [planned("library", 1e9, 300.0, 400.0), planned("dma both", 1.0, 0.5, 0.9)]
+    for machine, words in ((H200.with_value("gpu.memory_gb", 900), "library under DDP)"), (H200, "library), MFU")):
+        plan = TrainingPlan(machine, Step(SMALL, 4096, 4096), (*ways, planned("library", 9.0, 3.0, 4.0, DDP)))
+        assert sum(words in line for line in answer(plan)) == 1
 
 
 def test_more_tokens_are_advised_only_where_they_fit():

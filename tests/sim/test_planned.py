@@ -185,6 +185,11 @@ def test_the_answer_begins_as_the_guide_says(words, first):
     assert any(line.startswith("How sure: ") for line in lines) and "\nNot modelled: " in shown.stdout
 
 
+def test_what_does_not_fit_is_planned_for_the_way_that_needs_the_least():
+    shown = CliRunner().invoke(plan, shlex.split("--model 8b --machine 2xrtx4090 --dtype bfloat16"))
+    assert "each GPU lacks 18 GB" in shown.stdout and "GB under FSDP2" in shown.stdout and "DDP " not in shown.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -197,6 +202,7 @@ def test_the_answer_begins_as_the_guide_says(words, first):
         ("--model 8b --machine 2xh100 --serve --tp 4", r"--tp \(value=4, allowed=1 to 2"),
         ("--model qwen3-30b-a3b --machine 8xh100 --ep 3", "--ep"),
         ("--model dlrm --machine 8xh100", "a config.json"),
+        ("--machine 8xh100", r"--model \(value='', allowed="),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words, problem):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from pathlib import Path
 
@@ -10,13 +9,21 @@ import pytest
 
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import named, with_nodes
-from sidelane_lab.machines.spec import NetworkTopology
 from sidelane_lab.model.gangs import flat_us
 from sidelane_lab.model.nodes import least_us
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.figure_command import figure_of
 from sidelane_lab.traces.chakra import read_chakra, write_chakra
-from sidelane_lab.traces.dlrm import COMPUTES, NETWORK, DlrmPass, all_reduce_us, dlrm_graph, dlrm_times, scheduled
+from sidelane_lab.traces.dlrm import (
+    COMPUTES,
+    NETWORK,
+    DlrmPass,
+    all_reduce_us,
+    dlrm_graph,
+    dlrm_times,
+    end_us,
+    scheduled,
+)
 from sidelane_lab.traces.graph import NodeKind, TraceNode
 
 TORUS = named("mi210x1x128")
@@ -54,12 +61,12 @@ def test_passes_keep_their_order(step: DlrmPass) -> None:
 
 def test_fused_hides_the_shorter_of_both_and_no_more() -> None:
     """Long enough that layers and all-reduces count for nothing; the fused kernel gains by its occupancy, too."""
-    large = dlrm_times(TORUS, DlrmPass(batch=512, tables=64, at_once=True))
+    large = dlrm_times(TORUS, DlrmPass(batch=512, tables=64))
     took = {one.name: one.duration_us for one in large.unfused}
     parts = (took["embedding"], took["all-to-all"], took["all-to-all of gradients"], took["update"])
-    assert large.unfused_us == pytest.approx(sum(parts), rel=0.01)
+    assert end_us(large.unfused) == pytest.approx(sum(parts), rel=0.01)
     bound = max(parts[:2]) + max(parts[2:])
-    assert 0.8 * bound < large.fused_us < bound
+    assert 0.8 * bound < end_us(large.fused) < bound
 
 
 def test_gains_grow_with_samples_and_tables() -> None:
@@ -72,8 +79,6 @@ def test_all_reduces_along_the_axes_are_slower_than_the_floor_and_faster_than_on
     nbytes = STEP.width**2 * 4
     ring = flat_us(TORUS, Kind.ALL_REDUCE, nbytes)
     assert least_us(TORUS, Kind.ALL_REDUCE, nbytes) < all_reduce_us(TORUS, STEP) < ring
-    tree = dataclasses.replace(TORUS, links=dataclasses.replace(TORUS.links, network=NetworkTopology.FAT_TREE))
-    assert all_reduce_us(tree, STEP) == flat_us(tree, Kind.ALL_REDUCE, nbytes)
 
 
 def test_a_graph_is_a_trace_of_chakra(tmp_path: Path) -> None:
@@ -103,5 +108,6 @@ def test_a_torus_of_other_nodes_is_as_even_as_it_can_be(nodes: int, row: int) ->
 
 
 def test_nodes_of_several_gpus_are_refused() -> None:
-    with pytest.raises(ValueError, match="value=2 of 8 GPUs, allowed=several of one GPU"):
-        dlrm_times(named("h100x8x2"), STEP)
+    for name, value in (("h100x8x2", "2 of 8"), ("mi210x1x2", "2 of 1")):
+        with pytest.raises(ValueError, match=f"value={value} GPUs, allowed=several of one GPU on a torus"):
+            dlrm_times(named(name), STEP)

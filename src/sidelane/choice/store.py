@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.choice.fused import FusedTime
-from sidelane.choice.key import CPU, MachineKey, key_here, quick_key
+from sidelane.choice.key import CPU, HOST_MEMORY, MachineKey, key_here, quick_key
 from sidelane.choice.profile import Profile, parse
 from sidelane.config import BUILTIN, profile_folder
 from sidelane.errors import Page, see
@@ -207,12 +207,12 @@ def builtin_fused() -> dict[str, Profile]:
 def fused_times(setting: str | None, key: MachineKey) -> dict[str, tuple[FusedTime, ...]]:
     """Return the times of fused operators for choices on a machine, by the names of their tables.
 
-    The user's come first, then those of this package for such GPUs. The user's file is left out if it was measured on
-    another machine. If it is no profile, the log tells the reason.
+    The user's come first, then those of this package for such GPUs, which reached each other's memory. The user's file
+    is left out if it was measured on another machine. If it is no profile, the log tells the reason.
 
     Args:
         setting: ``Config.profile``; ``builtin`` leaves out the user's.
-        key: key of this machine.
+        key: key of this machine, between its GPUs (:meth:`MachineKey.between`).
     """
     found = {}
     path = None if setting == BUILTIN else user_file(key, FUSED_FILE)
@@ -225,7 +225,7 @@ def fused_times(setting: str | None, key: MachineKey) -> dict[str, tuple[FusedTi
         found[path.name] = profile.operators
     alike = (key.device_type, key.device)
     for name, table in builtin_fused().items():
-        if (table.key.device_type, table.key.device) == alike:
+        if (table.key.device_type, table.key.device) == alike and key.links != HOST_MEMORY:
             found[f"built-in {name}"] = table.operators
     return found
 

@@ -2,6 +2,7 @@
 
 ::
 
+    # CPU ranks: TRITON_INTERPRET=1 in the environment before triton is imported
     from sidelane import deep_ep
 
     buffer = deep_ep.Buffer(group)
@@ -14,7 +15,7 @@
 
 Names, arguments and results are those of DeepEP's first interface. What has no meaning on one node (bytes that are set
 aside, queue pairs, chunks of tokens, ``allocate_on_comm_stream``) is accepted and has no effect; what is missing is
-refused by its value before any rank moves a byte.
+refused by its value before any rank moves a byte. The guide to fused operators has a program that runs.
 """
 
 from sidelane.deep_ep.buffer import DeepEpBuffer as Buffer

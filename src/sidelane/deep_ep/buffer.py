@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from sidelane.deep_ep import slots
-from sidelane.deep_ep.settings import DeepEpConfig, EventOverlap, check_units, refuse_set
+from sidelane.deep_ep.settings import DeepEpConfig, EventOverlap, check_units, record_event, refuse_set
 from sidelane.deep_ep.tokens import (
     DispatchHandle,
     LowLatencyHandle,
@@ -31,7 +31,8 @@ from sidelane.deep_ep.tokens import (
     send_beside,
     send_tokens,
 )
-from sidelane.ops.handle import FLOAT8S, FLOATS, check_tensor, compare_shapes, reporting_refusals
+from sidelane.errors import UnavailableError
+from sidelane.ops.handle import FLOAT8S, FLOATS, INTERPRETED, check_tensor, compare_shapes, reporting_refusals
 from sidelane.ops.operands import in_rows
 from sidelane.ops.rows import MOST_TERMS, row_widths
 from sidelane.session import Communicator
@@ -42,30 +43,30 @@ INDICES = torch.int32, torch.int64
 class DeepEpBuffer:
     """Dispatch and combine of experts' tokens between the GPUs of one node. Collective, as its calls but layouts.
 
+    Calls have three arguments in common: ``previous_event``, for which a call waits before it reads its tensors (None:
+    for the current stream); ``async_finish``, by which the current stream does not wait for the end of the call, which
+    is among the results; and ``allocate_on_comm_stream``, which has no effect, since either stream may use results.
+    ``refused`` are DeepEP's other arguments, for which only None, False and 0 are allowed.
+
     Args:
         group: process group of the ranks, of any backend, by which they meet; all of them on one node.
         num_nvl_bytes: bytes that the caller sets aside: no effect, since symmetric memory follows the calls.
         num_rdma_bytes: with ``low_latency_mode`` the same; otherwise 0.
         low_latency_mode: no effect but on the attribute: both forms of the calls are always there.
-        num_qps_per_rank: no effect.
-        allow_nvlink_for_low_latency_mode: no effect.
-        allow_mnnvl: no effect.
-        use_fabric: no effect.
-        explicitly_destroy: no effect: :meth:`destroy` is always possible.
         enable_shrink: False.
-        comm: None.
         device: device of all tensors; None for the current GPU, or else the CPU.
+        no_effect: DeepEP's other arguments, such as ``num_qps_per_rank`` and ``explicitly_destroy``.
 
     Attributes:
-        group: the process group.
-        rank: number of this rank in it.
+        group, num_nvl_bytes, num_rdma_bytes, low_latency_mode: the arguments.
+        rank: number of this rank in the group.
         group_size: number of its ranks.
-        low_latency_mode: the argument.
         comm: communicator of the calls; ``comm.memory()`` has the bytes that they take.
 
     Raises:
         ValueError: an argument is not allowed.
-        UnavailableError, MismatchError, PeerError: see :class:`sidelane.Communicator`.
+        UnavailableError: CPU ranks without ``TRITON_INTERPRET=1``; or see :class:`sidelane.Communicator`.
+        MismatchError, PeerError: see :class:`sidelane.Communicator`.
     """
 
     num_sms = 128
@@ -77,24 +78,26 @@ class DeepEpBuffer:
         num_nvl_bytes: int = 0,
         num_rdma_bytes: int = 0,
         low_latency_mode: bool = False,
-        num_qps_per_rank: int = 24,
-        allow_nvlink_for_low_latency_mode: bool = True,
-        allow_mnnvl: bool = False,
-        use_fabric: bool = False,
-        explicitly_destroy: bool = False,
-        enable_shrink: bool = False,
-        comm: None = None,
         *,
+        enable_shrink: bool = False,
         device: torch.device | str | int | None = None,
+        **no_effect: object,
     ) -> None:
-        refuse_set("Buffer", enable_shrink=enable_shrink, comm=comm)
+        refuse_set("Buffer", enable_shrink=enable_shrink)
         if num_rdma_bytes and not low_latency_mode:
             problem = "num_rdma_bytes without low_latency_mode, which only several nodes need"
             raise ValueError(f"Buffer: {problem} (value={num_rdma_bytes}, allowed=0)")
         self.comm = Communicator(group, device=device)
+        on_gpu = self.comm.device.type == "cuda"
+        if not on_gpu and not INTERPRETED:
+            self.comm.close()
+            problem = "CPU ranks run kernels by Triton's interpreter"
+            raise UnavailableError(
+                f"Buffer: {problem}: set TRITON_INTERPRET=1 in the environment before it is imported"
+            )
         self.group, self.rank, self.group_size = group, self.comm.rank, self.comm.world_size
-        self.low_latency_mode = low_latency_mode
-        self._stream = torch.cuda.Stream(self.comm.device) if self.comm.device.type == "cuda" else None
+        self.num_nvl_bytes, self.num_rdma_bytes, self.low_latency_mode = num_nvl_bytes, num_rdma_bytes, low_latency_mode
+        self._stream = torch.cuda.Stream(self.comm.device) if on_gpu else None
 
     def destroy(self) -> None:
         """Release the memory once this rank's calls have ended. Idempotent, and no collective."""
@@ -109,17 +112,14 @@ class DeepEpBuffer:
     @staticmethod
     def capture() -> EventOverlap:
         """Return an event behind all work of the current stream, for ``previous_event``."""
-        return EventOverlap(torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None)
+        return EventOverlap(record_event())
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> DeepEpConfig:
-        """Return the settings of a dispatch that has none, for any number of ranks."""
+        """Return the settings of a dispatch or a combine that has none, for any number of ranks."""
         return DeepEpConfig(DeepEpBuffer.num_sms)
 
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> DeepEpConfig:
-        """Return the settings of a combine that has none, for any number of ranks."""
-        return DeepEpConfig(DeepEpBuffer.num_sms)
+    get_combine_config = get_dispatch_config
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -144,9 +144,9 @@ class DeepEpBuffer:
         Args:
             topk_idx: experts of each token, all different, [T, k], int64 or int32; -1 for none.
             num_experts: X, a multiple of N.
-            previous_event: event for which the call waits; None for the current stream.
-            async_finish: do not let the current stream wait for the end, which is the last result.
-            allocate_on_comm_stream: no effect: results may be used on either stream.
+            previous_event: see the class.
+            async_finish: see the class.
+            allocate_on_comm_stream: see the class.
 
         Returns:
             Tokens for each rank, int32[N]; None; tokens for each expert, int32[X]; whether a token goes to a rank,
@@ -157,28 +157,27 @@ class DeepEpBuffer:
         """
         topk_idx = self._check_experts("get_dispatch_layout", topk_idx, num_experts)
 
-        def count() -> TokenLayout:
-            return count_tokens(topk_idx, num_experts, self.group_size)
-
-        (per_rank, per_expert, is_in_rank), event = self._run(count, (topk_idx,), async_finish, previous_event)
-        return per_rank, None, per_expert, is_in_rank, event
+        layout, event = self._run(
+            lambda: count_tokens(topk_idx, num_experts, self.group_size), (topk_idx,), async_finish, previous_event
+        )
+        return layout[0], None, *layout[1:], event
 
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
         handle: DispatchHandle | None = None,
+        *,
         num_tokens_per_rank: Tensor | None = None,
-        num_tokens_per_rdma_rank: None = None,
         is_token_in_rank: Tensor | None = None,
         num_tokens_per_expert: Tensor | None = None,
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
         expert_alignment: int = 1,
-        num_worst_tokens: int = 0,
         config: DeepEpConfig | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        **refused: object,
     ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]:
         """Send each token once to every rank that has one of its experts.
 
@@ -188,19 +187,19 @@ class DeepEpBuffer:
         Args:
             x: tokens, [T, H], float32, float16 or bfloat16; or in float8 with H an even number, and their scales,
                 float32 or int32[T, S].
-            handle: handle of an earlier dispatch, for tokens with the same experts; the next six are then left out.
-            num_tokens_per_rank: result of :meth:`get_dispatch_layout`.
-            num_tokens_per_rdma_rank: None.
-            is_token_in_rank: result of :meth:`get_dispatch_layout`.
-            num_tokens_per_expert: result of :meth:`get_dispatch_layout`.
+            handle: handle of an earlier dispatch, for tokens with the same experts, which are then left out, as
+                the layout.
+            num_tokens_per_rank: result of :meth:`get_dispatch_layout`, as the next two.
+            is_token_in_rank: see there.
+            num_tokens_per_expert: see there.
             topk_idx: experts of each token, [T, k], int64 or int32; -1 for none.
             topk_weights: their gates, float32[T, k].
             expert_alignment: number to whose multiples the returned numbers are rounded up.
-            num_worst_tokens: 0.
             config: settings; None for :attr:`num_sms`.
-            previous_event: see :meth:`get_dispatch_layout`, as the next two.
-            async_finish: see there.
-            allocate_on_comm_stream: see there.
+            previous_event: see the class.
+            async_finish: see the class.
+            allocate_on_comm_stream: see the class.
+            refused: see the class.
 
         Returns:
             Tokens that arrive, [R, H], in the order of ranks and tokens, or a pair with their scales, [R, S]; their
@@ -215,29 +214,31 @@ class DeepEpBuffer:
         """
         name, comm, n = "dispatch", self.comm, self.group_size
         with reporting_refusals(comm, name):
-            refuse_set(name, num_worst_tokens=num_worst_tokens, num_tokens_per_rdma_rank=num_tokens_per_rdma_rank)
-            dtype, rows, beside = self._check_tokens(name, x)
+            refuse_set(name, **refused)
+            values, beside = self._check_tokens(name, x)
+            (tokens, columns), dtype = values.shape, values.dtype
             units, layout = _units(name, config), (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
             if handle is None:
-                counted, routed = self._check_layout(name, len(rows), layout, topk_idx, topk_weights)
+                counted, routed = self._check_layout(name, tokens, layout, topk_idx, topk_weights)
                 if expert_alignment < 1:
                     raise ValueError(f"{name}: expert_alignment (value={expert_alignment}, allowed=1..)")
             elif not isinstance(handle, DispatchHandle) or topk_idx is not None or topk_weights is not None:
                 problem = "handle is no DispatchHandle, or stands beside topk_idx or topk_weights"
                 raise ValueError(f"{name}: {problem} (value={type(handle).__name__}, allowed=DispatchHandle alone)")
-            elif len(rows) != len(handle.returned):
-                raise ValueError(f"{name}: tokens of the handle (value={len(rows)}, allowed={len(handle.returned)})")
-        alike = rows.shape[1], dtype, units, [part.shape[1] for part in beside]
+            elif tokens != len(handle.returned):
+                raise ValueError(f"{name}: tokens of the handle (value={tokens}, allowed={len(handle.returned)})")
+        alike = columns, dtype, units, [part.shape[1] for part in beside]
 
         def send(handle: DispatchHandle, more: list[Tensor]) -> tuple[Any, list[Tensor]]:
-            values = send_tokens(comm, rows, handle, units).view(dtype)
+            rows = values.contiguous().view(torch.float16) if beside else in_rows(values)
+            found = send_tokens(comm, rows, handle, units).view(dtype)
             words = send_beside(comm, beside + more, handle, units)
-            return (values, words[0]) if beside else values, words[len(beside) :]
+            return (found, words[0]) if beside else found, words[len(beside) :]
 
         if handle is not None:
             compare_shapes(comm, f"{name} by a handle", str(alike))
             given = handle
-            (found, _), event = self._run(lambda: send(given, []), (rows, beside, handle), async_finish, previous_event)
+            (found, _), event = self._run(lambda: send(given, []), (x, handle), async_finish, previous_event)
             return found, None, None, None, None, event
         experts, k = len(counted[1]), routed[0].shape[1]
         compare_shapes(comm, name, str((*alike, experts, k)))
@@ -249,7 +250,7 @@ class DeepEpBuffer:
             is_here = (expert >= 0) & (expert < experts // n)
             return found, torch.where(is_here, expert, -1), torch.where(is_here, gates, 0.0), numbers, made
 
-        result, event = self._run(route, (rows, beside, counted, routed), async_finish, previous_event)
+        result, event = self._run(route, (x, counted, routed), async_finish, previous_event)
         found, expert, gates, numbers, made = result
         aligned = [-(-number // expert_alignment) * expert_alignment for number in numbers]
         return found, expert, gates, aligned, made, event
@@ -259,11 +260,12 @@ class DeepEpBuffer:
         x: Tensor,
         handle: DispatchHandle,
         topk_weights: Tensor | None = None,
-        bias: None = None,
+        *,
         config: DeepEpConfig | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        **refused: object,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Bring a row back for each token that arrived, and sum those of a token over the ranks.
 
@@ -271,11 +273,11 @@ class DeepEpBuffer:
             x: rows in the order in which their tokens arrived, [R, H], float32, float16 or bfloat16.
             handle: handle of the dispatch.
             topk_weights: numbers that are summed in the same way, float32[R, k]; None for none.
-            bias: None.
             config: settings; None for :attr:`num_sms`.
-            previous_event: see :meth:`get_dispatch_layout`, as the next two.
-            async_finish: see there.
-            allocate_on_comm_stream: see there.
+            previous_event: see the class.
+            async_finish: see the class.
+            allocate_on_comm_stream: see the class.
+            refused: see the class.
 
         Returns:
             Sums, [T, H], float32 in the order of the other ranks and then this one, rounded once, zeros where a token
@@ -285,22 +287,21 @@ class DeepEpBuffer:
         """
         name, comm = "combine", self.comm
         with reporting_refusals(comm, name):
-            refuse_set(name, bias=bias)
+            refuse_set(name, **refused)
             if not isinstance(handle, DispatchHandle):
                 raise TypeError(f"{name}: handle (value={type(handle).__name__}, allowed=DispatchHandle)")
-            units, parts = _units(name, config), [in_rows(check_tensor(name, "x", x, comm.device, FLOATS, (2,)))]
+            units, parts = _units(name, config), [check_tensor(name, "x", x, comm.device, FLOATS, (2,))]
             if topk_weights is not None:
-                weights = check_tensor(name, "topk_weights", topk_weights, comm.device, (torch.float32,), (2,))
-                parts.append(in_rows(weights))
+                parts.append(check_tensor(name, "topk_weights", topk_weights, comm.device, (torch.float32,), (2,)))
             if any(len(part) != handle.received for part in parts):
                 text = f"value={[len(part) for part in parts]}, allowed={handle.received}"
                 raise ValueError(f"{name}: rows of x and topk_weights ({text})")
         compare_shapes(comm, name, str((x.dtype, units, [part.shape[1] for part in parts])))
 
-        def send() -> list[Tensor]:
-            return [bring_back(comm, part, handle, units) for part in parts]
-
-        sums, event = self._run(send, (parts, handle), async_finish, previous_event)
+        sums, event = self._run(
+            lambda: [bring_back(comm, in_rows(part), handle, units) for part in parts],
+            *((parts, handle), async_finish, previous_event),
+        )
         return sums[0], sums[1] if len(sums) > 1 else None, event
 
     def low_latency_dispatch(
@@ -310,15 +311,11 @@ class DeepEpBuffer:
         num_max_dispatch_tokens_per_rank: int,
         num_experts: int,
         cumulative_local_expert_recv_stats: Tensor | None = None,
-        dispatch_wait_recv_cost_stats: None = None,
+        *,
         use_fp8: bool = True,
-        round_scale: bool = False,
-        use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-        *,
-        use_nvfp4: bool = False,
-        x_global_scale: None = None,
+        **refused: object,
     ) -> tuple[Any, Tensor, LowLatencyHandle, EventOverlap, Callable[[], None]]:
         """Send tokens to the slots of their experts, without the host. The first call of a shape makes its resources,
         and a graph may capture later ones.
@@ -329,16 +326,12 @@ class DeepEpBuffer:
             num_max_dispatch_tokens_per_rank: M, bound of T, the same on all ranks.
             num_experts: X, a multiple of N.
             cumulative_local_expert_recv_stats: int32[X / N], to which the numbers of rows are added; None for none.
-            dispatch_wait_recv_cost_stats: None.
             use_fp8: send in float8_e4m3fn with a scale for each 128 elements, with H an even number; False for x's
                 dtype.
-            round_scale: False.
-            use_ue8m0: False.
-            async_finish: see :meth:`get_dispatch_layout`.
             return_recv_hook: the caller calls the hook before it reads. The hook does nothing, since all of the call
                 is work of the stream.
-            use_nvfp4: False.
-            x_global_scale: None.
+            async_finish: see the class.
+            refused: see the class.
 
         Returns:
             Rows of each expert of this rank, [X / N, N * M, H], of which the first ones are set, or with ``use_fp8`` a
@@ -350,8 +343,7 @@ class DeepEpBuffer:
         name, comm, most = "low_latency_dispatch", self.comm, num_max_dispatch_tokens_per_rank
         each, stats = num_experts // self.group_size, cumulative_local_expert_recv_stats
         with reporting_refusals(comm, name):
-            refuse_set(name, round_scale=round_scale, use_ue8m0=use_ue8m0, use_nvfp4=use_nvfp4)
-            refuse_set(name, x_global_scale=x_global_scale, wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+            refuse_set(name, **refused)
             x = in_rows(check_tensor(name, "x", x, comm.device, FLOATS, (2,)))
             topk_idx = self._check_experts(name, topk_idx, num_experts)
             if not len(topk_idx) == len(x) <= most or most < 1:
@@ -359,12 +351,17 @@ class DeepEpBuffer:
                 raise ValueError(f"{name}: equal numbers of tokens of x and topk_idx ({text})")
             if use_fp8 and x.shape[1] % 2:
                 raise ValueError(f"{name}: columns of x in float8 (value={x.shape[1]}, allowed=multiples of 2)")
+            if stats is not None:
+                what = "cumulative_local_expert_recv_stats"
+                check_tensor(name, what, stats, comm.device, (torch.int32,), (1,))
+                if len(stats) != each:
+                    raise ValueError(f"{name}: {what} (value={len(stats)}, allowed={each})")
         compare_shapes(comm, name, str((most, num_experts, use_fp8, x.dtype, x.shape[1], topk_idx.shape[1])))
 
-        def send() -> tuple[Any, Tensor, LowLatencyHandle]:
-            return slots.dispatch_to_slots(comm, x, topk_idx, most, each, stats, use_fp8)
-
-        found, event = self._run(send, (x, topk_idx, stats), async_finish)
+        found, event = self._run(
+            lambda: slots.dispatch_to_slots(comm, x, topk_idx, most, each, stats, use_fp8),
+            *((x, topk_idx, stats), async_finish),
+        )
         return *found, event, lambda: None
 
     def low_latency_combine(
@@ -373,13 +370,11 @@ class DeepEpBuffer:
         topk_idx: Tensor,
         topk_weights: Tensor,
         handle: LowLatencyHandle,
-        use_logfmt: bool = False,
-        zero_copy: bool = False,
+        *,
         async_finish: bool = False,
         return_recv_hook: bool = False,
         out: Tensor | None = None,
-        combine_wait_recv_cost_stats: None = None,
-        **overlap: object,
+        **refused: object,
     ) -> tuple[Tensor, EventOverlap, Callable[[], None]]:
         """Return the sum of each token's results times their gates. Each rank first sums those of its own experts.
 
@@ -389,13 +384,10 @@ class DeepEpBuffer:
             topk_idx: the same as in the dispatch.
             topk_weights: gates, [T, k].
             handle: handle of the dispatch.
-            use_logfmt: False.
-            zero_copy: False.
-            async_finish: see :meth:`get_dispatch_layout`.
-            return_recv_hook: see :meth:`low_latency_dispatch`.
             out: tensor for the result, contiguous; None makes one.
-            combine_wait_recv_cost_stats: None.
-            overlap: arguments of overlap with a product in DeepEP's forks; all None, False or 0.
+            return_recv_hook: see :meth:`low_latency_dispatch`.
+            async_finish: see the class.
+            refused: see the class.
 
         Returns:
             Sums, [T, H], of x's dtype; float32 within a rank and between the ranks, rounded after both; the end of the
@@ -405,8 +397,7 @@ class DeepEpBuffer:
         """
         name, comm = "low_latency_combine", self.comm
         with reporting_refusals(comm, name):
-            refuse_set(name, use_logfmt=use_logfmt, zero_copy=zero_copy, **overlap)
-            refuse_set(name, wait_recv_cost_stats=combine_wait_recv_cost_stats)
+            refuse_set(name, **refused)
             if not isinstance(handle, LowLatencyHandle):
                 raise TypeError(f"{name}: handle (value={type(handle).__name__}, allowed=LowLatencyHandle)")
             x = check_tensor(name, "x", x, comm.device, FLOATS, (3,)).contiguous()
@@ -423,12 +414,10 @@ class DeepEpBuffer:
             if out.shape != shape or not out.is_contiguous():
                 raise ValueError(f"{name}: shape of out (value={tuple(out.shape)}, allowed={shape}, contiguous)")
         compare_shapes(comm, name, str((most, handle.experts, x.dtype, x.shape[2], k)))
-        sums, values = out, x.view(-1, x.shape[2])
-
-        def send() -> Tensor:
-            return slots.combine_slots(comm, values, gates, handle, sums)
-
-        found, event = self._run(send, (x, gates, sums, handle), async_finish)
+        values = x.view(-1, x.shape[2])
+        found, event = self._run(
+            lambda: slots.combine_slots(comm, values, gates, handle, out), (x, gates, out, handle), async_finish
+        )
         return found, event, lambda: None
 
     def _check_experts(self, name: str, topk_idx: object, experts: int) -> Tensor:
@@ -439,19 +428,18 @@ class DeepEpBuffer:
             raise ValueError(f"{name}: experts of a token (value={found.shape[1]}, allowed=1..{MOST_TERMS})")
         return found
 
-    def _check_tokens(self, name: str, x: object) -> tuple[torch.dtype, Tensor, list[Tensor]]:
-        """Return the dtype of tokens, their rows in one that travels, and the scales beside them."""
+    def _check_tokens(self, name: str, x: object) -> tuple[Tensor, list[Tensor]]:
+        """Return tokens, and the scales beside them if there are any."""
         device = self.comm.device
         if not isinstance(x, tuple):
-            rows = in_rows(check_tensor(name, "x", x, device, FLOATS, (2,)))
-            return rows.dtype, rows, []
+            return check_tensor(name, "x", x, device, FLOATS, (2,)), []
         values = check_tensor(name, "values of x", x[0], device, FLOAT8S, (2,))
         scales = check_tensor(name, "scales of x", x[-1], device, (torch.float32, torch.int32), (2,))
         if len(x) != 2 or len(scales) != len(values) or not scales.shape[1] or values.shape[1] % 2:
             problem = "shapes of values and scales, of which values have an even number of columns"
             text = f"value={tuple(values.shape)}, {tuple(scales.shape)}, allowed=[T, H], [T, S]"
             raise ValueError(f"{name}: {problem} ({text})")
-        return values.dtype, values.contiguous().view(torch.float16), [scales]
+        return values, [scales]
 
     def _check_layout(
         self, name: str, tokens: int, layout: tuple[object, ...], topk_idx: object, topk_weights: object

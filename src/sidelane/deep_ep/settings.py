@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -17,10 +16,7 @@ class DeepEpConfig:
 
     Attributes:
         num_sms: largest number of compute units that the kernel takes, the same on all ranks.
-        num_max_nvl_chunked_send_tokens: no effect.
-        num_max_nvl_chunked_recv_tokens: no effect but on :meth:`get_nvl_buffer_size_hint`.
-        num_max_rdma_chunked_send_tokens: no effect.
-        num_max_rdma_chunked_recv_tokens: no effect.
+        num_max_nvl_chunked_recv_tokens: no effect but on :meth:`get_nvl_buffer_size_hint`; the others have none.
     """
 
     num_sms: int = 20
@@ -42,10 +38,10 @@ class DeepEpConfig:
 
 
 class EventOverlap:
-    """The end of an asynchronous call, for which a stream waits. As a context, it waits at the end of ``with``.
+    """The end of an asynchronous call, for which a stream waits.
 
     Args:
-        event: event of the GPU; None where there is nothing to wait for.
+        event: event of the GPU, such as the result of ``EventHandle()``; None where there is nothing to wait for.
     """
 
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
@@ -56,11 +52,10 @@ class EventOverlap:
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
 
-    def __enter__(self) -> EventOverlap:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        self.current_stream_wait()
+def record_event() -> torch.cuda.Event | None:
+    """Return an event behind all work of the current stream; None without a GPU. It is ``EventHandle`` of DeepEP."""
+    return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
 
 def check_units(name: str, units: object) -> None:
@@ -78,11 +73,15 @@ def refuse_set(name: str, **given: object) -> None:
 
 
 def install_deep_ep() -> None:
-    """Make ``import deep_ep`` import ``sidelane.deep_ep`` in this process. A second call changes nothing.
+    """Make ``import deep_ep`` and its modules import ``sidelane.deep_ep`` in this process. Idempotent.
 
     Raises:
         RuntimeError: another module of this name is imported.
     """
     own = importlib.import_module("sidelane.deep_ep")
-    if (found := sys.modules.setdefault("deep_ep", own)) is not own:
+    if (found := sys.modules.get("deep_ep", own)) is not own:
         raise RuntimeError(f"install: another module deep_ep is imported already (value={found!r}, allowed={own!r})")
+    importlib.import_module("sidelane.deep_ep.utils")
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith("sidelane.deep_ep"):
+            sys.modules[name.removeprefix("sidelane.")] = module

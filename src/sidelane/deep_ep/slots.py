@@ -6,8 +6,6 @@ Every rank sends its experts' numbers to all others, finds the slots of all toke
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -52,8 +50,8 @@ def dispatch_to_slots(
         return values
 
     sent = quantized_rows(x) if is_float8 else x
-    options: dict[str, Any] = {"terms": leaving, "alike": (each, k)}
-    rows = exchange_rows(comm, sent, _counts(comm, most_tokens), n * most_tokens, read, **options)
+    counts = _counts(comm, most_tokens)
+    rows = exchange_rows(comm, sent, counts, n * most_tokens, read, terms=leaving, alike=(each, k))
     return (rows, *scales) if scales else rows, numbers, LowLatencyHandle(returned, results, each, most_tokens)  # type: ignore[return-value]
 
 
@@ -72,11 +70,12 @@ def combine_slots(comm: Communicator, rows: Tensor, gates: Tensor, handle: LowLa
     own[:tokens] = gates
     counts, most_rows = _counts(comm, handle.most_tokens), len(handle.results)
 
-    def read(came: Tensor) -> Tensor:
-        return sum_rows(came, handle.returned[:tokens], out=out)
-
-    options: dict[str, Any] = {"terms": handle.results, "factors": _of_all(comm, own), "alike": (handle.experts, k)}
-    return exchange_rows(comm, rows, counts, most_rows, read, **options)
+    return exchange_rows(
+        *(comm, rows, counts, most_rows, lambda came: sum_rows(came, handle.returned[:tokens], out=out)),
+        terms=handle.results,
+        factors=_of_all(comm, own),
+        alike=(handle.experts, k),
+    )
 
 
 def _of_all(comm: Communicator, own: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,8 +124,9 @@ def send_tokens(comm: Communicator, rows: Tensor, handle: DispatchHandle, units:
         found[end:] = came[end : handle.received]
         return found
 
-    options: dict[str, Any] = {"terms": handle.leaving, "own": found, "units": units}
-    return exchange_rows(comm, rows, handle.counts, handle.most_rows, read, **options)
+    return exchange_rows(
+        comm, rows, handle.counts, handle.most_rows, read, terms=handle.leaving, own=found, units=units
+    )
 
 
 def send_beside(comm: Communicator, parts: list[Tensor], handle: DispatchHandle, units: int) -> list[Tensor]:
@@ -139,8 +140,9 @@ def send_beside(comm: Communicator, parts: list[Tensor], handle: DispatchHandle,
 
 def bring_back(comm: Communicator, rows: Tensor, handle: DispatchHandle, units: int) -> Tensor:
     """Return the sums of the rows of each token, [T, H]: those of other ranks in their order, then this rank's own."""
-
-    def read(came: Tensor) -> Tensor:
-        return sum_rows(came, handle.returned, own=(rows, handle.kept))
-
-    return exchange_rows(comm, rows, handle.counts_back, handle.most_rows, read, terms=handle.back, units=units)
+    return exchange_rows(
+        *(comm, rows, handle.counts_back, handle.most_rows),
+        lambda came: sum_rows(came, handle.returned, own=(rows, handle.kept)),
+        terms=handle.back,
+        units=units,
+    )

@@ -67,26 +67,6 @@ def parted(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) 
     torch._foreach_copy_([tensor.data for tensor in tensors], [part.view(tensor.shape) for tensor, part in parts])
 
 
-def contiguous_arguments(call: GroupCall) -> tuple[list[Any], Copies]:
-    """Return arguments for another group, which takes the memory of each tensor for contiguous: it reads no strides.
-
-    Returns:
-        The arguments of the call, with copies in place of tensors that are not contiguous, and the outputs that were
-        replaced with their copies, to copy back when the call has ended.
-    """
-    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def contiguous(argument: Any) -> Any:
-        if isinstance(argument, list | tuple):
-            return [contiguous(each) for each in argument]
-        if not isinstance(argument, torch.Tensor) or argument.layout is not torch.strided or _is_direct(argument):
-            return argument  # a sparse tensor goes as it is
-        return copies.setdefault(id(argument), (argument, plain(argument)))[1]
-
-    args = [contiguous(argument) for argument in call.args]
-    return args, [copies[id(output)] for output in call.outputs if id(output) in copies]
-
-
 def joined(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) -> torch.Tensor:
     """Return one tensor for a call to read, whose parts are ``tensors``: their own memory if they lie in a row.
 
@@ -236,7 +216,7 @@ class GroupCall:
     Attributes:
         operation, outputs, inputs, opts, args, key: see above.
         copies: outputs that ``args`` has copies of, with these copies, which are copied back.
-        tensors: all tensors of the caller.
+        tensors: all tensors of the caller, or the copies of :meth:`make_contiguous`.
         is_async: the caller goes on before the call has ended.
         timeout: time-out of this call; 0 for the group's.
         options: options of the communicator's method.
@@ -289,6 +269,25 @@ class GroupCall:
             if len({tensor.numel() for tensor in parts}) > 1:
                 return "parts of several sizes"
         return _refusal_of(known, op)
+
+    def make_contiguous(self) -> None:
+        """Put copies in place of tensors that are not contiguous, for another group: it reads no strides.
+
+        ``copies`` gets the outputs among them, to copy back when the call has ended.
+        """
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def contiguous(argument: Any) -> Any:
+            if isinstance(argument, list | tuple):
+                return [contiguous(each) for each in argument]
+            if not isinstance(argument, torch.Tensor) or argument.layout is not torch.strided or _is_direct(argument):
+                return argument  # a sparse tensor goes as it is
+            if id(argument) not in copies:
+                copies[id(argument)] = argument, plain(argument)
+            return copies[id(argument)][1]
+
+        self.args, self.tensors = contiguous(self.args), tuple(contiguous(self.tensors))
+        self.copies = [copies[id(output)] for output in self.outputs if id(output) in copies]
 
     @property
     def adds_floats(self) -> bool:

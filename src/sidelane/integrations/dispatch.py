@@ -272,8 +272,7 @@ class GroupDispatcher:
         if not row[-1]:
             return ""
         # NCCL takes contiguous tensors only. Copies of others are made, and copied back, on the caller's stream.
-        call.is_async = call.is_async and are_plain(call.tensors, first.dtype, first.device)
-        call.args, call.copies = calls.contiguous_arguments(call)
+        call.make_contiguous()
         return row[-1]
 
     def _may_leave(self, operation: GroupOperation, tensors: Sequence[torch.Tensor]) -> bool:
@@ -344,7 +343,8 @@ class GroupDispatcher:
             # NCCL has made the calls before this capture, which therefore have left no staging.
             row = self._left.get(_key_of_left(call), NO_ROW) if isinstance(error, StagingError) else NO_ROW
             if row[-1] and self._coalescing is None:
-                call.refusal, (call.args, call.copies) = row[-1], calls.contiguous_arguments(call)
+                call.refusal = row[-1]
+                call.make_contiguous()
                 self._make_other(call, device).wait()
                 return
             self.life.explain(error)
@@ -366,7 +366,7 @@ class GroupDispatcher:
             self.life.other._start_coalescing(call.tensors[0].device)
             self._other_coalesces = True
         if name != "nccl":  # which refuses tensors that are not contiguous, on this rank, in words
-            call.args, call.copies = calls.contiguous_arguments(call)
+            call.make_contiguous()
         looks = is_of_all and name == "gloo"
         return self._make_by_library(call.operation.method, call.args, needed, looks=looks, copies=call.copies)
 

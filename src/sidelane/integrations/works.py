@@ -151,7 +151,11 @@ class OtherWork(dist.Work):
 
     def precede(self) -> None:
         """Let the current stream wait, for a later call. NCCL's work holds its tensors until then only."""
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._watch.explain(error, self._peers)
+            raise
         for tensor in self.tensors:
             if tensor.is_cuda and tensor.layout is torch.strided:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -94,8 +94,9 @@ def sequence_parallel_attention(
         repeats = repeats_of(q.shape[_HEADS], k.shape[_HEADS], comm.world_size)
         most = most_chunks(k.shape[_HEADS] * repeats, comm.world_size)
         if chunks != AUTO and (isinstance(chunks, bool) or not isinstance(chunks, int) or not 1 <= chunks <= most):
-            asked = f"chunks of the {most} heads of k and v of a rank"
-            raise ValueError(f"{NAME}: {asked} (value={chunks!r}, allowed={AUTO}, 1..{most})")
+            raise ValueError(
+                f"{NAME}: chunks of the {most} heads of k and v of a rank (value={chunks!r}, allowed={AUTO}, 1..{most})"
+            )
     n, positions, heads = comm.world_size, q.shape[_POSITIONS], q.shape[_HEADS]
     length = n * positions if sequence_length is None else sequence_length
     if repeats > 1:

@@ -175,9 +175,9 @@ def combine_attention(
     Args:
         comm: communicator of the ranks.
         partial: attention of all heads to this rank's part of the context, [T, H, D]: float32, float16 or bfloat16. It
-            is copied if it is not contiguous, or at no multiple of 4 bytes. H is N or more, and need not be a multiple
-            of N. T is the same on all ranks: with different numbers that were called before, the rank with most tokens
-            waits for ``Config.timeout_s``, and its PeerTimeoutError has the peers' numbers.
+            is copied if it is not contiguous, or at no multiple of 4 bytes. T is the same on all ranks, or the ranks of
+            a fused call wait for the whole time-out, whose error names their numbers; H is N or more, and need not be a
+            multiple of N.
         lse: logarithm of the sum of exponentials of each row, float32, [T, H], with any strides. -inf, inf and NaN
             say that there was nothing to attend to: the row is not read.
         out: tensor for the result, contiguous, at a multiple of 4 bytes; None makes one.
@@ -204,8 +204,10 @@ def combine_attention(
         key = NAME, most, heads, size, partial.dtype
         is_whole = row_bytes % 4 == 0 and 4 <= row_bytes <= MOST_ROW_BYTES
         if method == FUSED and not is_whole:
-            allowed = f"multiples of 4 in 4..{MOST_ROW_BYTES}"
-            raise ValueError(f"{NAME}: bytes of a row of a fused call (value={row_bytes}, allowed={allowed})")
+            raise ValueError(
+                f"{NAME}: bytes of a row of a fused call (value={row_bytes}, allowed=multiples of 4 in "
+                f"4..{MOST_ROW_BYTES})"
+            )
 
         def fused(pieces: int) -> CachedLaunch:
             handle = cached_object(comm, key, lambda: CombineAttention(comm, most, heads, size, partial.dtype))
@@ -217,11 +219,14 @@ def combine_attention(
         }
         return OperatorCall(key, (most, heads, size), partial.itemsize, make, () if is_whole else (FUSED,))
 
-    is_misaligned = isinstance(out, Tensor) and out.data_ptr() % 4 != 0  # to be refused, whatever was called before
-    launch = OPERATOR.launch(comm, (base, is_misaligned), (partial, lse, out, out_lse), check, method)
-    if not partial.is_contiguous() or partial.data_ptr() % 4:
-        partial = partial.clone(memory_format=torch.contiguous_format)
-    found: tuple[Tensor, Tensor] = launch(partial, lse, out, out_lse, base)
+    words = (
+        base,
+        isinstance(out, Tensor) and out.data_ptr() % 4,
+    )  # such an address is refused, whatever was called before
+    launch = OPERATOR.launch(comm, words, (partial, lse, out, out_lse), check, method)
+    is_plain = partial.is_contiguous() and partial.data_ptr() % 4 == 0
+    given = partial if is_plain else partial.clone(memory_format=torch.contiguous_format)
+    found: tuple[Tensor, Tensor] = launch(given, lse, out, out_lse, base)
     return found
 
 
@@ -266,13 +271,13 @@ def _check(comm: Communicator, partial: object, lse: object, out: object, out_ls
         if given is None:
             continue
         tensor = check_tensor(NAME, name, given, comm.device, (dtype,), (len(shape),))
-        if tensor.shape != shape:
-            raise ValueError(f"{NAME}: shape of {name} (value={tuple(tensor.shape)}, allowed={shape})")
-        if not tensor.is_contiguous():
-            allowed = torch.empty(shape, device="meta").stride()
-            raise ValueError(f"{NAME}: strides of {name} (value={tensor.stride()}, allowed={allowed})")
-        if tensor.data_ptr() % 4:
-            raise ValueError(f"{NAME}: address of {name} (value={tensor.data_ptr():#x}, allowed=multiples of 4)")
+        for is_right, what, value, allowed in (
+            (tensor.shape == shape, "shape", tuple(tensor.shape), shape),
+            (tensor.is_contiguous(), "strides", tensor.stride(), torch.empty(shape, device="meta").stride()),
+            (tensor.data_ptr() % 4 == 0, "address", hex(tensor.data_ptr()), "multiples of 4"),
+        ):
+            if not is_right:
+                raise ValueError(f"{NAME}: {what} of {name} (value={value}, allowed={allowed})")
 
 
 @triton.jit

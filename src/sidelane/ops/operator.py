@@ -40,8 +40,6 @@ HOST_CELLS_BYTES = 128 << 10
 counted. Between two H200s a norm of 128 KiB took 23.9 us so and 26.0 in separate calls, of 256 KiB 39.1 and 36.1, when
 all cells still crossed PCIe twice (results/notes/kernels.md)."""
 
-NO_INTERPRETER = "CPU ranks run kernels by Triton's interpreter only (TRITON_INTERPRET=1)"
-
 CachedLaunch = Callable[..., Any]
 """Function that runs a method on tensors of checked layouts."""
 
@@ -244,14 +242,12 @@ class FusedOperator:
     def _selected(
         self, comm: Communicator, sizes: ProblemSizes, call: OperatorCall, *, captured: bool, has_kernels: bool
     ) -> Selection[Method]:
-        lacks_kernel = not has_kernels and FUSED in self.methods and UNFUSED in self._legal(call, captured=captured)
-        reason = NO_INTERPRETER if lacks_kernel else self.too_large(sizes)
-        if comm.backend.peers.through_host:  # where no table holds
-            reason = reason or self.through_host(comm.world_size, sizes, call.element_bytes or 2)
-            return Selection(Method(UNFUSED if reason else FUSED), reason or "words with flags through host memory")
+        reason, through_host = self.too_large(sizes), comm.backend.peers.through_host
+        if not has_kernels and FUSED in self.methods and UNFUSED in self._legal(call, captured=captured):
+            reason = "CPU ranks run kernels by Triton's interpreter only (TRITON_INTERPRET=1)"
         if reason:
             return Selection(Method(UNFUSED), reason)
-        return choose_method(
+        found = choose_method(
             tables_of(comm),
             self.name,
             comm.world_size,
@@ -260,8 +256,12 @@ class FusedOperator:
             element_bytes=call.element_bytes,
             captured=captured,
             device_type=comm.device.type,
-            guesses=comm.abilities.kernels_have_run,
+            guesses=comm.abilities.kernels_have_run and not through_host,
         )
+        if through_host and not found.table:  # of measured times
+            reason = self.through_host(comm.world_size, sizes, call.element_bytes or 2)
+            return Selection(Method(UNFUSED if reason else FUSED), reason or "words with flags through host memory")
+        return found
 
     def _agreed_sizes(self, comm: Communicator, sizes: ProblemSizes) -> tuple[ProblemSizes, bool]:
         """Return one list of sizes for all ranks, whose own may differ, and whether kernels run on all. Collective."""
@@ -325,7 +325,9 @@ def tables_of(comm: Communicator) -> FusedTimes:
             raise UnavailableError("fused operators: auto in a capture needs an eager call, or explain, before it")
         content = b""
         if comm.rank == 0:
-            tables = fused_times(comm.config.profile, key_here(comm.device.type, comm.world_size))
+            tables = fused_times(
+                comm.config.profile, key_here(comm.device.type, comm.world_size).between(comm.backend.peers)
+            )
             rows = {where: [time.to_dict() for time in times] for where, times in tables.items()}
             content = json.dumps(rows).encode()
         sent = json.loads(_sent_by_rank_0(comm, content))

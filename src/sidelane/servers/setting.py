@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from sidelane import config
@@ -18,12 +19,10 @@ DEVICES = ("cuda", "cpu")
 
 
 def register(server: str, variable: str, replace: Callable[[], None]) -> None:
-    """Call ``replace`` if :func:`is_named` says so, and offer ``deep_ep`` where none is. What is raised is logged."""
+    """Call ``replace`` if :func:`is_named` says so. What is raised is logged."""
     try:
         if is_named(variable):
             replace()
-            if not importlib.util.find_spec("deep_ep") and importlib.util.find_spec("triton"):
-                importlib.import_module("sidelane.deep_ep").install()
     except Exception:
         logging.getLogger(f"{server}.{NAME}").exception("Sidelane %s: nothing was replaced", VERSION)
 
@@ -34,6 +33,12 @@ def is_named(variable: str) -> bool:
     Servers load all plug-ins that are installed where their variable is not set, which asks for none.
     """
     return NAME in map(str.strip, os.environ.get(variable, "").split(",")) or config.is_for_servers()
+
+
+def offer_deep_ep() -> None:
+    """Let ``import deep_ep`` import Sidelane's in a server that fits, where none is installed."""
+    if not importlib.util.find_spec("deep_ep") and importlib.util.find_spec("triton"):
+        importlib.import_module("sidelane.deep_ep").install()
 
 
 def misfit(server: str, version: str, device: str, fits: tuple[str, str], parts: int = 2) -> str:
@@ -64,4 +69,6 @@ def line(server: str, version: str, replaced: Sequence[str], kept: Mapping[str, 
     parts = [f"replaced: {', '.join(replaced) or 'nothing'}"]
     if kept:
         parts.append("as before: " + ", ".join(f"{what} ({why})" for what, why in kept.items()))
+    if getattr(sys.modules.get("deep_ep"), "__name__", "") == "sidelane.deep_ep":
+        parts.append("deep_ep: Sidelane's")
     return f"Sidelane {VERSION} in {server} {version}: " + "; ".join(parts)

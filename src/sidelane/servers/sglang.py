@@ -79,6 +79,7 @@ def _replace() -> None:
         hooks[f"{_STATE}.GroupCoordinator.all_reduce"] = _all_reduce_of_cpus
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+    setting.offer_deep_ep()
 
 
 def _is_deterministic() -> bool:

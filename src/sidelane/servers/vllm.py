@@ -69,6 +69,7 @@ def _replace() -> None:
     platform.use_custom_op_collectives = classmethod(lambda cls: True)  # compiled code makes calls whole, on CPUs, too
     factors = envs.compile_factors
     envs.compile_factors = lambda: {**factors(), NAME: VERSION}  # key of the cache of compiled models
+    setting.offer_deep_ep()
     _given["line"] = line("vllm", version, replaced, kept)
     _log()
 

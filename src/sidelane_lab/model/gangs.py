@@ -23,10 +23,12 @@ from sidelane_lab.model.collectives import default_units
 from sidelane_lab.model.device import Gang, run_device
 from sidelane_lab.model.kernels import DMA_TRAFFIC, dma_gangs, library_gang
 from sidelane_lab.model.node_steps import Far, Join, Near
-from sidelane_lab.model.nodes import NodesTimes, library_times, nodes_times
+from sidelane_lab.model.nodes import NodesTimes, least_us, nodes_times, ring_us, tree_us
 
 DTYPE = "bfloat16"
 """Type of the elements of collectives among nodes, as :func:`nodes_times` has it."""
+NEAR = 1.02
+"""Factor of the least time of a collective up to which a ring is taken without a look at trees."""
 NOTHING_US = 1e-6
 """Microseconds of a mark that stands for the end of all parts of a collective."""
 
@@ -73,8 +75,14 @@ def rails_gang(machine: Machine, kind: Kind, nbytes: int) -> Gang:
 
 
 def flat_us(machine: Machine, kind: Kind, nbytes: int) -> float:
-    """Return the time of the library's ring, its tree or its exchange among all ranks of several nodes."""
-    return min(us for us in library_times(machine, kind, nbytes) if us is not None)
+    """Return the time of the library's ring, its tree or its exchange among all ranks of several nodes.
+
+    No tree is simulated where the ring is so near to the least that any way takes that a tree could not gain.
+    """
+    ring = ring_us(machine, kind, nbytes)
+    if ring is not None and ring <= NEAR * least_us(machine, kind, nbytes):
+        return ring
+    return min(us for us in (ring, tree_us(machine, kind, nbytes)) if us is not None)
 
 
 def gangs_us(machine: Machine, gangs: tuple[Gang, ...]) -> float:

@@ -68,7 +68,7 @@ def nodes_times(machine: Machine, kind: Kind, nbytes: int, beside: bool = False)
     Raises:
         ValueError: another kind, one node, or nodes that are not connected.
     """
-    flat_us, tree_us = library_times(machine, kind, nbytes)
+    rings, branches = ring_us(machine, kind, nbytes), tree_us(machine, kind, nbytes)
     choice = choose_steps(kind, nbytes, nodes_of([machine.gpus] * machine.nodes), beside=beside)
     hierarchical: float | None = None
     steps: tuple[TimedStep, ...] = ()
@@ -77,14 +77,14 @@ def nodes_times(machine: Machine, kind: Kind, nbytes: int, beside: bool = False)
         run = plans.simulate()
         hierarchical = run.time_us
         steps = tuple(TimedStep(step, run.stamps[0, begin], run.stamps[0, end]) for step, begin, end in plans.steps)
-    return NodesTimes(choice, flat_us, tree_us, hierarchical, least_us(machine, kind, nbytes), steps)
+    return NodesTimes(choice, rings, branches, hierarchical, least_us(machine, kind, nbytes), steps)
 
 
 @remembered("gpu", "links", "dma", "library")
-def library_times(machine: Machine, kind: Kind, nbytes: int) -> tuple[float | None, float | None]:
-    """Predict a collective of the vendor's library among all GPUs: by rings or an exchange, and by its tree.
+def ring_us(machine: Machine, kind: Kind, nbytes: int) -> float | None:
+    """Predict a collective of the vendor's library among all GPUs by rings or an exchange.
 
-    Either is None as in :class:`NodesTimes`; arguments and errors are those of :func:`nodes_times`.
+    It is None as in :class:`NodesTimes`; arguments and errors are those of :func:`nodes_times`.
     """
     if kind not in KINDS:
         allowed = ", ".join(KINDS)
@@ -92,8 +92,13 @@ def library_times(machine: Machine, kind: Kind, nbytes: int) -> tuple[float | No
     if machine.nodes == 1:
         raise ValueError(f"nodes_times: nodes of {machine.name} (value=1, allowed=2 and more)")
     rings = flat(machine, kind, nbytes)
-    branches = tree(machine, kind, nbytes).simulate().time_us if kind in TREES else None
-    return None if rings is None else rings.simulate().time_us, branches
+    return None if rings is None else rings.simulate().time_us
+
+
+@remembered("gpu", "links", "dma", "library")
+def tree_us(machine: Machine, kind: Kind, nbytes: int) -> float | None:
+    """Predict the same by the library's tree; None where it has none."""
+    return tree(machine, kind, nbytes).simulate().time_us if kind in TREES else None
 
 
 def least_us(machine: Machine, kind: Kind, nbytes: int) -> float:

@@ -22,7 +22,7 @@ from sidelane_lab.machines.ranges import Band
 from sidelane_lab.machines.spec import Machine, RunStatus
 from sidelane_lab.model import serving
 from sidelane_lab.model.layer import WEIGHT_BYTES, Step, StepMemory, head_us, optimizer_us, parallel_us, step_memory
-from sidelane_lab.model.training import DDP, FSDP, HSDP, WAYS, StepTimes, step_times, sustained
+from sidelane_lab.model.training import DDP, FSDP, HSDP, STRATEGIES, WAYS, StepTimes, step_times, sustained
 from sidelane_lab.model.transformer import read_model
 
 MACHINE = "h100x8x2"
@@ -34,6 +34,7 @@ CODE = {
     "dma both": "fsdp.enable(model, zero_copy=False)",
 }
 """Calls that a program writes, by strategy."""
+LIBRARY, *_ = STRATEGIES
 SURE = "FSDP2 steps of Llama's layers on two and four H200s were predicted within 6%"
 
 
@@ -75,8 +76,8 @@ class TrainingPlan:
 
     @property
     def usual(self) -> PlannedStep:
-        """The library's kernels, with the sharding of the best way."""
-        return next((one for one in self.ways if one.sharding == self.best.sharding), self.ways[0])
+        """The fastest of the library's ways that fit, or of all where none fits."""
+        return min(self.fitting or self.ways, key=lambda one: (one.strategy != LIBRARY, self.step_us(one)))
 
     @property
     def best(self) -> PlannedStep:
@@ -191,10 +192,10 @@ def main(options: PlanOptions) -> None:
     with progress("simulating") as update:
         for nodes in counts:
             there = with_nodes(machine, nodes)
-            shardings = (FSDP, HSDP, DDP) if options.shard == "all" else (options.shard,)
-            plans.append(
-                plan(there, _kept(there, step, options.recompute, shardings[0]), shardings, update, options.accumulate)
-            )
+            kept = _kept(there, step, options.recompute, FSDP if options.shard == "all" else options.shard)
+            fitting = [one for one in (FSDP, HSDP, DDP) if fits(there, kept, one)] or [FSDP]
+            shardings = fitting if options.shard == "all" else [options.shard]
+            plans.append(plan(there, kept, shardings, update, options.accumulate))
     first_and_last = [*plans[:1], *plans[1:][-1:]]
     for line in (line for one in first_and_last for line in answer(one)):
         say(console, line, style="bold")
@@ -235,9 +236,10 @@ def answer(planned: TrainingPlan) -> list[str]:
     if not is_enough:
         lines += _what_fits(machine, step, best.sharding)
     ours, theirs = (f"{planned.tokens_per_s(one) / machine.world_size:,.0f}" for one in (best, usual))
+    where = f" under {usual.sharding}" if usual.sharding != best.sharding else ""
     lines += [
         f"{'A step takes' if is_enough else 'If it did: a step of'} {planned.step_us(best) / 1e6:.2f} s: "
-        f"{planned.tokens_per_s(best):,.0f} tokens/s, {ours} per GPU ({theirs} with the vendor's library), "
+        f"{planned.tokens_per_s(best):,.0f} tokens/s, {ours} per GPU ({theirs} with the vendor's library{where}), "
         f"MFU {100 * planned.utilization(best):.0f}%.",
         f"Exposed communication: {_exposed(planned, best)} of a step with Sidelane, {_exposed(planned, usual)} with "
         "the library.",
@@ -369,6 +371,7 @@ def plan_table(plans: Sequence[TrainingPlan]) -> Table:
     notes = [
         "a pass through the layers: without embedding, head, optimizer and collectives of --tp, --cp and --ep",
         "GB: of a GPU; (no): it has less",
+        "ways to shard that do not fit are left out, unless they are asked for",
         "exposed: more than a step has that communicates nothing and copies out of buffers; %: of the step",
         "dma: on copy engines; both: all-gathers and reduce-scatters; straight: without copies out of buffers",
     ]
@@ -418,11 +421,12 @@ def draw_plans(plans: Sequence[TrainingPlan], folder: Path) -> None:
     from sidelane_lab.model.panels import Panel, draw_panels
 
     machine, step = plans[0].machine, plans[0].step
-    counts = [planned.machine.nodes for planned in plans]
 
     def panel(sharding: str) -> Panel:
         shares: dict[str, list[float]] = {}
-        for one in (one for planned in plans for one in planned.ways if one.sharding == sharding):
+        so = [planned for planned in plans if sharding in {one.sharding for one in planned.ways}]
+        counts = [planned.machine.nodes for planned in so]
+        for one in (one for planned in so for one in planned.ways if one.sharding == sharding):
             shares.setdefault(plain_name(one.strategy), []).append(one.exposed_percent)
         return Panel(
             curves={name: Band(*3 * (tuple(values),)) for name, values in shares.items()},
@@ -434,6 +438,6 @@ def draw_plans(plans: Sequence[TrainingPlan], folder: Path) -> None:
             low=0,
         )
 
-    shardings = dict.fromkeys(one.sharding for one in plans[0].ways)
+    shardings = dict.fromkeys(one.sharding for planned in plans for one in planned.ways)
     title = f"{step.model.name}, {step.tokens} tokens a rank: predicted"
     draw_panels(list(map(panel, shardings)), title, folder, f"plan-{step.model.name}-nodes", shared=True)

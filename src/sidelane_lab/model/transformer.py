@@ -183,7 +183,7 @@ def read_model(text: str) -> Transformer:
         ValueError: there is none, or a size is missing or wrong.
     """
     path = Path(text).expanduser()
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if text and path.is_dir() else path
     if path.suffix == ".json" or path.is_file():
         try:
             content = json_of(text_of(path))

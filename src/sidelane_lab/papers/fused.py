@@ -139,8 +139,7 @@ ONE_MACHINE = "two GPUs of one machine stand in for nodes, over sockets; the cop
 IN_A_NODE = "inside a node, not between nodes"
 PROGRAMS_WORDS = "programs on a unit, of 16, stand in for the occupancy"
 SIMULATED = (
-    "128 nodes in a simulator, whose batches and tables are not stated: `sidelane plan --model dlrm --nodes 128` "
-    "predicts a range"
+    "128 nodes in a simulator, whose batches and tables are not stated: `sidelane figure fused/15` predicts a range"
 )
 OPEN: dict[str, tuple[str, str, tuple[int, int]]] = {
     "FU-EMB-01": ("rows of a bag", "pooling", (40, 70)),

@@ -20,11 +20,9 @@ import dataclasses
 import heapq
 from collections.abc import Sequence
 
-from sidelane.program.collective import Kind
 from sidelane_lab.machines.network import exchange_pace
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine, NetworkTopology
-from sidelane_lab.model.gangs import flat_us
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.operators import Embedding
 from sidelane_lab.model.symmetry import predict_symmetric
@@ -49,7 +47,6 @@ class DlrmPass:
         batch: samples of a node.
         tables: number of a node's embedding tables.
         bottom: layers of the bottom MLP, which runs beside the all-to-all; the others are the top MLP's.
-        at_once: unfused, one kernel pools all tables; False: one kernel each, as DLRM has it.
     """
 
     layers: int = 43
@@ -59,7 +56,6 @@ class DlrmPass:
     batch: int = 64
     tables: int = 32
     bottom: int = 14
-    at_once: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,32 +66,20 @@ class DlrmTimes:
     fused: tuple[TraceNode, ...]
 
     @property
-    def unfused_us(self) -> float:
-        """Microseconds until the unfused pass has ended."""
-        return end_us(self.unfused)
-
-    @property
-    def fused_us(self) -> float:
-        """Microseconds until the fused pass has ended."""
-        return end_us(self.fused)
-
-    @property
     def lower_percent(self) -> float:
         """Percent of the unfused time by which the fused one is lower."""
-        return 100 * (1 - self.fused_us / self.unfused_us)
+        return 100 * (1 - end_us(self.fused) / end_us(self.unfused))
 
 
 def dlrm_times(machine: Machine, step: DlrmPass) -> DlrmTimes:
     """Predict a pass, unfused and fused.
 
     Raises:
-        ValueError: one node, nodes of several GPUs, or tensors that no memory of the machine holds.
+        ValueError: nodes of several GPUs, or not on a torus, or tensors that no memory of the machine holds.
     """
-    if machine.nodes == 1 or machine.gpus > 1:
-        text = (
-            f"value={machine.nodes} of {machine.gpus} GPUs, allowed=several of one GPU, as in the fused operators paper"
-        )
-        raise ValueError(f"dlrm_times: nodes of {machine.name} ({text})")
+    if machine.gpus > 1 or machine.links.network is not NetworkTopology.TORUS:
+        value, allowed = f"{machine.nodes} of {machine.gpus} GPUs", "several of one GPU on a torus, as in the paper"
+        raise ValueError(f"dlrm_times: nodes of {machine.name} (value={value}, allowed={allowed})")
     return DlrmTimes(
         scheduled(dlrm_graph(machine, step, fused=False)), scheduled(dlrm_graph(machine, step, fused=True))
     )
@@ -151,8 +135,7 @@ def dlrm_graph(machine: Machine, step: DlrmPass, *, fused: bool) -> list[TraceNo
 
 
 def _operator(machine: Machine, step: DlrmPass, rows: int) -> Embedding:
-    whole = step.batch * machine.nodes
-    return Embedding(whole, step.tables, rows * step.pooling, dim=step.dim, at_once=step.at_once)
+    return Embedding(step.batch * machine.nodes, step.tables, rows * step.pooling, dim=step.dim)
 
 
 _embedding = remembered("gpu", "links", "library", "matmul", "fused", maxsize=1024)(predict_symmetric)
@@ -161,8 +144,7 @@ _embedding = remembered("gpu", "links", "library", "matmul", "fused", maxsize=10
 @remembered("gpu", "matmul")
 def layer_us(machine: Machine, step: DlrmPass) -> tuple[float, float]:
     """Return the time of an MLP's layer, forward and backward: GEMMs, and the kernel of what is not linear."""
-    rows, width = step.batch, step.width
-    launch = float(machine.matmul.launch_us)
+    rows, width, launch = step.batch, step.width, float(machine.matmul.launch_us)
     forward = gemm_us(machine, Gemm(rows, width, width))
     return forward + launch, forward + gemm_us(machine, Gemm(width, width, rows)) + launch
 
@@ -174,8 +156,6 @@ def all_reduce_us(machine: Machine, step: DlrmPass) -> float:
     directions. Every step of a ring is a hop.
     """
     nbytes, links = step.width * step.width * GRADIENT_BYTES, machine.links
-    if links.network is not NetworkTopology.TORUS:
-        return flat_us(machine, Kind.ALL_REDUCE, nbytes)
     row = int(links.torus_row)
     column, link = machine.nodes // row, float(links.network_gbps * links.nics_per_gpu) / 4
     sent = 2 * nbytes * ((row - 1) / row + (column - 1) / column / row)

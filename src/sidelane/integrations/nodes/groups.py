@@ -89,7 +89,8 @@ def exchanged_nodes(exchange: Exchange, what: str, config: Config) -> Nodes:
 
     besides, names = zip(*(answer.split(" ", 1) for answer in exchange(what, own)), strict=True)
     if len(set(besides)) > 1:
-        raise ValueError(f"process group: Config.beside differs (value={dict(zip(ranks, besides, strict=True))})")
+        given = dict(zip(ranks, besides, strict=True))
+        raise ValueError(f"process group: Config.beside differs (value={given}, allowed=one value on all ranks)")
     nameless = [ranks[other] for other, found in enumerate(names) if found == _NOWHERE]
     if nameless:
         raise ValueError(
