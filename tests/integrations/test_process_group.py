@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import two_worlds
-from fake_driver import FakeDriver
-from made_up_gpus import made_up_gpus
+from made_up_gpus import MadeUpMark, MadeUpSide, made_up_gpus
 from native_driver import NativeDriver
 from on_ranks import default_stream, on_ranks
 from process_groups import data, ended, on_cpu, sidelane_group
@@ -371,14 +370,12 @@ def test_parts_of_several_sizes_are_left_to_nccl_by_groups_without_symmetric_mem
                 output, is_async = torch.zeros(sum(map(len, received))), draw.random() < 0.5
                 counts = [len(each) for each in received]
                 if step % 3 == 0:
-                    work = dist.all_to_all(received, sent, ours, async_op=is_async)
+                    ended(dist.all_to_all(received, sent, ours, async_op=is_async), is_async)
                 elif step % 3 == 1:
-                    work = dist.all_to_all_single(output, torch.cat(sent), counts, sizes[rank], ours, is_async)
+                    given = torch.cat(sent)
+                    ended(dist.all_to_all_single(output, given, counts, sizes[rank], ours, is_async), is_async)
                 else:
-                    work, output = None, functional.all_to_all_single(torch.cat(sent), counts, sizes[rank], ours)
-                    output = functional.wait_tensor(output)
-                if work is not None:
-                    work.wait()
+                    output = functional.all_to_all_single(torch.cat(sent), counts, sizes[rank], ours)
                 found = torch.cat(received) if step % 3 == 0 else output
                 assert found.tolist() == [10.0 * src + step for src in range(size) for _ in range(counts[src])], step
             assert {row.where for row in sidelane.report().rows} == {where}
@@ -840,80 +837,41 @@ def test_every_form_on_the_path_of_gpus(pool: RankPool) -> None:
         assert made > 80
 
 
-def captured_calls(group: dist.ProcessGroup, is_async: bool) -> dict[str, list[str]]:
-    """Capture calls that NCCL makes on ordinary tensors, behind calls like them; return their makers by form.
-
-    The first capture of a form has no staging, the second one has.
-    """
-    makers: dict[str, list[str]] = {}
+@on_ranks(2)
+@pytest.mark.parametrize("a", [False, True], ids=["sync", "async"])
+def test_captured_calls_are_nccls_as_long_as_there_is_no_staging(group: dist.ProcessGroup, a: bool) -> None:
+    """Calls that NCCL makes outside of graphs, behind calls like them. The made-up driver's graphs are not replayed."""
+    forms = all_to_all_single, all_gather, reduce_scatter, all_reduce, functional_calls, functional_calls
     with (
         mock.patch.object(backend_cuda.CudaBackend, "kernels_move_bytes", False),
         made_up_gpus(driver=NativeDriver(), is_async=True) as driver,
         mock.patch.object(dispatch.GroupDispatcher, "_captures", side_effect=lambda: driver.graph is not None),
         mock.patch.object(dispatch.GroupDispatcher, "_refuse_in_graph"),  # of calls on the CPU
+        mock.patch.object(MadeUpMark, "query", return_value=True),  # in a capture, too
     ):
-        for form in ("sizes", "strides", "list", "functional", "sum", "gather")[: 6 if is_async else 3]:
+        for form, staged in zip(forms, (*[0] * 5, 90_000), strict=True):
             with left_to_library(group, 4096) as ours:
-                made, n, ones = orders_by_streams(ours), ours.size(), [1] * ours.size()
-                for step, staged, captured in ((1, 0, 0), (2, 0, 1), (3, 9001, 0), (4, 0, 1)):
-                    if staged:
-                        made.all_to_all(torch.zeros(n * staged), torch.zeros(n * staged))
-                    given, output = torch.full((n, 4001), 10.0 * step + ours.rank()), torch.zeros(n, 4001)
-                    if captured:
-                        driver.begin_capture()
-                    work: Any = None
-                    if form == "sizes" or form == "strides":
-                        output = torch.zeros(4001, n).t() if form == "strides" else output
-                        work = dist.all_to_all_single(output, given, ones, ones, ours, is_async)
-                    elif form == "list":
-                        work = dist.all_to_all(list(output), list(given), ours, is_async)
-                    elif form == "functional":
-                        output = functional.wait_tensor(functional.all_to_all_single(given, ones, ones, ours))
-                    elif form == "sum":
-                        work = dist.all_reduce(output.copy_(given), group=ours, async_op=is_async)
-                    else:
-                        work = dist.all_gather_into_tensor(output.view(-1), given[0].clone(), ours, is_async)
-                    if work is not None:
-                        work.wait()
-                    if captured:
-                        driver.end_capture()
-                    driver.synchronize()
-                    where = sidelane.report().last.where
-                    makers.setdefault(form, []).append(where)
-                    if where == "nccl":  # the made-up driver's graph, of which none is replayed, has Sidelane's
-                        expected = [10.0 * step + peer for peer in range(n)]
-                        expected = [sum(expected)] * n if form == "sum" else expected
-                        assert output.eq(torch.tensor(expected)[:, None]).all(), (form, step)
-    return makers
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_captured_calls_are_nccls_as_long_as_there_is_no_staging(pool: RankPool, is_async: bool) -> None:
-    for makers in pool.run(captured_calls, 2, is_async):
-        assert len(makers) == (6 if is_async else 3)
-        assert set(map(tuple, makers.values())) == {("nccl", "nccl", "nccl", "sidelane")}, makers
+                orders_by_streams(ours).all_to_all(*torch.zeros(2, 2 * staged))
+                expected = form(ours, torch.float32, 4001, a)
+                ledger.reset()
+                driver.begin_capture()
+                found = form(ours, torch.float32, 4001, a)
+                driver.end_capture()
+                makers = {row.where for row in sidelane.report().rows}
+                assert makers == {"sidelane" if staged else "nccl"}, form
+                assert staged or all(map(torch.equal, found, expected)), form
 
 
 class LibraryWork(dist.Work):
     """A call of a library on a stream of the library's own, as NCCL's are, behind the current one."""
 
-    def __init__(self, driver: FakeDriver, stream: int, run: Callable[[], object]) -> None:
+    def __init__(self, library: MadeUpSide, run: Callable[[], object]) -> None:
         super().__init__()
-        self.driver, self.end = driver, driver.create_event()
-        pass_on(driver, driver.caller, stream)
-        driver.do(stream, run)
-        driver.submit([driver.bind_record(self.end, stream)])
+        library.run(lambda: library.driver.do(library.handle, run))
+        self.end = MadeUpMark(library, mock.Mock(failure=None))
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        self.driver.submit([self.driver.bind_wait(self.end, self.driver.caller)])
-        return True
-
-
-def pass_on(driver: FakeDriver, first: int, then: int) -> None:
-    """Let a stream wait for another one."""
-    event = driver.create_event()
-    driver.submit([driver.bind_record(event, first)])
-    driver.submit([driver.bind_wait(event, then)])
+        return self.end.follow() is not None
 
 
 def test_errors_of_a_call_that_a_later_one_is_behind_name_the_dead() -> None:
@@ -930,34 +888,33 @@ def test_calls_of_nccl_and_of_sidelane_run_in_one_order(seed: int) -> None:
     Synchronous calls come from one of the streams, for which the other one waits.
     """
     draw, done, kept, tensor = random.Random(seed), list[int](), list[dist.Work](), torch.zeros(1)
+
+    def run(number: int, pause_s: float) -> None:
+        time.sleep(pause_s)
+        done.append(number)
+
+    def call(library: MadeUpSide, job: Callable[[], None]) -> dist.Work:
+        return OtherWork(LibraryWork(library, job), mock.Mock(), ())
+
     with made_up_gpus(is_async=True) as driver:
-        streams, library = (driver.caller, driver.create_stream()), driver.create_stream()
+        streams, library = (driver.caller, driver.create_stream()), MadeUpSide(driver)
         order_of_calls = order.StreamOrder(mock.Mock)
         driver.begin_capture()
         order_of_calls.other(EndedWork, [tensor], True)
         driver.end_capture()
         for number in range(60):
-            driver.caller, is_async = streams[draw.random() < 0.3], draw.random() < 0.7
-            if not is_async:
-                driver.caller = streams[0]
-
-            def run(number: int = number, pause_s: float = draw.choice((0, 0.002))) -> None:
-                time.sleep(pause_s)
-                done.append(number)
-
-            def call(run: Callable[[], None] = run, is_async: bool = is_async) -> dist.Work:
-                made = LibraryWork(driver, library, run)
-                if not is_async:
-                    made.wait()
-                return OtherWork(made, mock.Mock(), ())
-
+            is_async = draw.random() < 0.7
+            driver.caller = streams[is_async and draw.random() < 0.4]
+            job = functools.partial(run, number, draw.choice((0, 0.002)))
             if draw.random() < 0.5:
-                kept.append(order_of_calls.other(call, [tensor], is_async))
+                work = order_of_calls.other(functools.partial(call, library, job), [tensor], is_async)
+                kept.append(work)
             else:
-                job = functools.partial(lambda run: driver.do(driver.caller, run), run)
-                order_of_calls.run(job, [tensor], [tensor], is_async, timedelta())
+                queued = functools.partial(lambda job: driver.do(driver.caller, job), job)
+                work = order_of_calls.run(queued, [tensor], [tensor], is_async, timedelta())
             if not is_async:
-                pass_on(driver, streams[0], streams[1])
+                work.wait()
+                library.order(*streams)
             if kept and draw.random() < 0.3:
                 driver.caller = draw.choice(streams)
                 draw.choice(kept[-3:]).wait()

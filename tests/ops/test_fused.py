@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from sidelane import Communicator, Config, UnavailableError, ops
 from sidelane.choice.fused import FusedTime
-from sidelane.choice.key import HOST_MEMORY, MachineKey, key_here
+from sidelane.choice.key import HOST_MEMORY, key_here
 from sidelane.machine.peers import PeerMemory
 from sidelane.ops import dispatch_gemm, gemm, gemv, operator, pipelined_gemm, rms_norm
 from sidelane.ops.gemm import TileSizes
@@ -311,14 +311,9 @@ def others_of(comm: Communicator) -> list[Callable[[], torch.Tensor]]:
 def test_all_ranks_have_what_rank_0_has_measured(group: dist.ProcessGroup) -> None:
     """Rank 0 alone reads them, once: those of the memory between the GPUs."""
     read = iter(({"é" * 1000: ()},) if dist.get_rank(group) == 0 else ())
-
-    def found(setting: str | None, key: MachineKey) -> dict[str, tuple[FusedTime, ...]]:
-        assert key.links == HOST_MEMORY
-        return next(read)
-
     with Communicator(group, config=Config(timeout_s=30)) as comm, pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(comm.backend), "peers", PeerMemory(True))
-        patch.setattr(operator, "fused_times", found)
+        patch.setattr(operator, "fused_times", lambda _, key: next(read) if key.links == HOST_MEMORY else {})
         with pytest.MonkeyPatch.context() as captured:
             captured.setattr(operator, "is_captured", lambda comm: True)
             with pytest.raises(UnavailableError, match="auto in a capture needs an eager call"):
