@@ -67,8 +67,11 @@ _ARGUMENT_INDICES = 4, 5, 6, 7
 
 
 def _too_large(sizes: ProblemSizes) -> str:
-    is_large = math.prod(sizes) > CELLS_ELEMENTS
-    return f"fused takes up to {CELLS_ELEMENTS} elements of the partial result" if is_large else ""
+    return (
+        ""
+        if math.prod(sizes) <= CELLS_ELEMENTS
+        else f"fused takes up to {CELLS_ELEMENTS} elements of the partial result"
+    )
 
 
 OPERATOR = FusedOperator(NAME, ("tokens", "heads", "elements of a head"), has_sum=True, too_large=_too_large)
@@ -219,14 +222,12 @@ def combine_attention(
         }
         return OperatorCall(key, (most, heads, size), partial.itemsize, make, () if is_whole else (FUSED,))
 
-    words = (
-        base,
-        isinstance(out, Tensor) and out.data_ptr() % 4,
-    )  # such an address is refused, whatever was called before
-    launch = OPERATOR.launch(comm, words, (partial, lse, out, out_lse), check, method)
+    misaligned = isinstance(out, Tensor) and out.data_ptr() % 4  # it is refused, whatever was called before
+    launch = OPERATOR.launch(comm, (base, misaligned), (partial, lse, out, out_lse), check, method)
     is_plain = partial.is_contiguous() and partial.data_ptr() % 4 == 0
-    given = partial if is_plain else partial.clone(memory_format=torch.contiguous_format)
-    found: tuple[Tensor, Tensor] = launch(given, lse, out, out_lse, base)
+    found: tuple[Tensor, Tensor] = launch(
+        partial if is_plain else partial.clone(memory_format=torch.contiguous_format), lse, out, out_lse, base
+    )
     return found
 
 
@@ -263,11 +264,10 @@ def _check(comm: Communicator, partial: object, lse: object, out: object, out_ls
     if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base < math.inf:
         raise ValueError(f"{NAME}: base (value={base!r}, allowed=a number above 1: e, 2)")
     own = even_parts(heads, n)[comm.rank]
-    shapes = {
-        "out": (out, (tokens, own, size), partial.dtype),
-        "out_lse": (out_lse, (tokens, own), torch.float32),
-    }
-    for name, (given, shape, dtype) in shapes.items():
+    for name, given, shape, dtype in (
+        ("out", out, (tokens, own, size), partial.dtype),
+        ("out_lse", out_lse, (tokens, own), torch.float32),
+    ):
         if given is None:
             continue
         tensor = check_tensor(NAME, name, given, comm.device, (dtype,), (len(shape),))

@@ -242,9 +242,12 @@ class FusedOperator:
     def _selected(
         self, comm: Communicator, sizes: ProblemSizes, call: OperatorCall, *, captured: bool, has_kernels: bool
     ) -> Selection[Method]:
-        reason, through_host = self.too_large(sizes), comm.backend.peers.through_host
-        if not has_kernels and FUSED in self.methods and UNFUSED in self._legal(call, captured=captured):
-            reason = "CPU ranks run kernels by Triton's interpreter only (TRITON_INTERPRET=1)"
+        through_host = comm.backend.peers.through_host
+        reason = (
+            "CPU ranks run kernels by Triton's interpreter only (TRITON_INTERPRET=1)"
+            if not has_kernels and FUSED in self.methods and UNFUSED in self._legal(call, captured=captured)
+            else self.too_large(sizes)
+        )
         if reason:
             return Selection(Method(UNFUSED), reason)
         found = choose_method(
