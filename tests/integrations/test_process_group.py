@@ -387,8 +387,12 @@ def test_what_staging_makes_slower_is_decided_by_measured_sizes(group: dist.Proc
     """Synchronous sums of any size and asynchronous ones of up to 4 MiB stay, and so do views with other strides when
     a peer's tensor has none; with ``beside`` and with ``deterministic`` nothing leaves."""
     count = (4 << 20) // 4
-    cases = [(count, False, "sidelane"), (count + 1, False, "sidelane")]
-    cases += [(count, True, "sidelane"), (count + 1, True, "nccl")]
+    cases = (
+        (count, False, "sidelane"),
+        (count + 1, False, "sidelane"),
+        (count, True, "sidelane"),
+        (count + 1, True, "nccl"),
+    )
     orders = mock.patch.object(order.HostOrder, "other", autospec=True, side_effect=order.HostOrder.other)
     for options in ({}, {"beside": "compute"}, {"deterministic": True}):
         with config.override(config.Config(**options)), left_to_library(group) as ours, orders as other:
@@ -396,9 +400,7 @@ def test_what_staging_makes_slower_is_decided_by_measured_sizes(group: dist.Proc
                 ledger.reset()
                 tensor = torch.full((numel, 2), float(ours.rank() + numel % 5))[:, 0]
                 tensor = tensor if ours.rank() else tensor.clone()
-                work = dist.all_reduce(tensor, group=ours, async_op=is_async)
-                if work is not None:
-                    work.wait()
+                ended(dist.all_reduce(tensor, group=ours, async_op=is_async), is_async)
                 assert tensor.eq(1 + 2 * (numel % 5)).all()
                 assert [row.where for row in sidelane.report().rows] == ["sidelane" if options else where], options
                 if where == "nccl" and not options:  # in the order of asynchronous calls, with the tensors that it has

@@ -19,6 +19,9 @@ from on_ranks import on_ranks
 from sidelane import deep_ep
 from sidelane.errors import MismatchError, PeerError, UnavailableError
 
+LAYOUT = "num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert", "is_token_in_rank"
+"""Names of the results of ``get_dispatch_layout``."""
+
 
 @contextmanager
 def buffer_of(group: dist.ProcessGroup, **options: Any) -> Iterator[deep_ep.Buffer]:
@@ -140,7 +143,7 @@ def test_tokens_are_dispatched_and_combined(group: dist.ProcessGroup, calls: int
                         assert torch.equal(row, drawn.x[sender][token]), (number, sender, token)
             local = [[one - rank * drawn.each for one in drawn.chosen[s][t].tolist()] for s, t in came]
             local = [[one if 0 <= one < drawn.each else -1 for one in row] for row in local]
-            assert experts.tolist() == local and experts.dtype == deep_ep.topk_idx_t
+            assert experts.tolist() == local and experts.dtype == torch.int64
             counted = [sum(row.count(one) for row in local) for one in range(drawn.each)]
             assert numbers == [-(-count // 4) * 4 for count in counted]
             for row, (sender, token), own in zip(weights.cpu(), came, local, strict=True):
@@ -176,16 +179,15 @@ def test_tokens_go_to_slots_of_experts_and_back(group: dist.ProcessGroup, calls:
             drawn = Drawn(draws, n, columns, dtype, most)
             x, chosen, gates = drawn.on(rank, device)
             is_quantized, is_async = number % 2 == 1, draws.sizes.random() < 0.5
-            stats = torch.ones(drawn.each, dtype=torch.int32, device=device)
             draws.late()
             rows, counts, handle, event, hook = buffer.low_latency_dispatch(
-                x, chosen, most, drawn.experts, stats, use_fp8=is_quantized, async_finish=is_async,
+                x, chosen, most, drawn.experts, use_fp8=is_quantized, async_finish=is_async,
                 return_recv_hook=not is_async,
             )  # fmt: skip
             hook()
             event.current_stream_wait()
             buffer.comm.synchronize()
-            assert torch.equal(stats, counts + 1) and counts.dtype == torch.int32
+            assert counts.dtype == torch.int32
             values, scales = rows if is_quantized else (rows, None)
             assert values.shape == (drawn.each, n * most, columns) and values.is_contiguous()
             if scales is not None:
@@ -246,8 +248,9 @@ def test_graphs_hold_calls_whose_routing_changes(group: dist.ProcessGroup) -> No
 
         fill()
         drawn = buffer.get_dispatch_layout(chosen, 2 * n)
-        names = "num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert", "is_token_in_rank"
-        *_, handle, _ = buffer.dispatch(x, topk_idx=chosen, topk_weights=gates, **dict(zip(names, drawn, strict=False)))
+        *_, handle, _ = buffer.dispatch(
+            x, topk_idx=chosen, topk_weights=gates, **dict(zip(LAYOUT, drawn, strict=False))
+        )
         homes = drawn[3].sum(1, keepdim=True)
         assert handle is not None
 
@@ -283,8 +286,7 @@ class FilledLate(deep_ep.EventOverlap):
             self.event = stream.record_event()
 
     def fill(self) -> None:
-        for given, values in zip(self.given, self.values, strict=True):
-            given.copy_(values)
+        torch._foreach_copy_(self.given, list(self.values))
 
     def current_stream_wait(self) -> None:
         super().current_stream_wait()
@@ -301,8 +303,7 @@ def test_tensors_are_read_behind_previous_event(group: dist.ProcessGroup) -> Non
         values, gates = torch.arange(24.0).view(3, 8), torch.rand(3, 2)
         chosen = torch.stack([torch.arange(3) % n, torch.full((3,), -1)], 1)
         layout = buffer.get_dispatch_layout(chosen, n)
-        names = "num_tokens_per_rank", "num_tokens_per_rdma_rank", "num_tokens_per_expert", "is_token_in_rank"
-        options: dict[str, Any] = {"topk_idx": chosen, "topk_weights": gates, **dict(zip(names, layout, strict=False))}
+        options: dict[str, Any] = {"topk_idx": chosen, "topk_weights": gates, **dict(zip(LAYOUT, layout, strict=False))}
         expected = torch.cat([values[rank::n]] * n)
         for is_async in (False, True):
             late = FilledLate(values.bfloat16())
@@ -312,8 +313,9 @@ def test_tensors_are_read_behind_previous_event(group: dist.ProcessGroup) -> Non
             end.current_stream_wait()
             assert torch.equal(found.float(), expected) and weights is not None and handle is not None
             late = FilledLate(values.to(torch.float8_e4m3fn))
-            given = late.given[0], torch.ones(3, 1)
-            (found, _), *_, end = buffer.dispatch(given, handle, previous_event=late, async_finish=is_async)
+            (found, _), *_, end = buffer.dispatch(
+                (late.given[0], torch.ones(3, 1)), handle, previous_event=late, async_finish=is_async
+            )
             end.current_stream_wait()
             assert torch.equal(found.float(), expected.to(found.dtype).float())
             late = FilledLate(expected, weights)
@@ -342,19 +344,23 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("get_dispatch_layout", {"topk_idx": CHOSEN.float(), "num_experts": 2}, "dtype of topk_idx (value=torch.float32"),
     ("dispatch", {"x": X}, "num_tokens_per_rank (value=NoneType, allowed=a tensor)"),
-    ("dispatch", {"x": X, "num_worst_tokens": 8}, "num_worst_tokens, which is not there on one node (value=8"),
-    ("dispatch", {"x": X, "handle": (1, 2)}, "handle is no DispatchHandle"),
-    ("dispatch", {"x": X, "config": 20}, "config (value=int, allowed=deep_ep.Config, None)"),
+    ("dispatch", {"x": X, "num_worst_tokens": 8}, "num_worst_tokens, which is not supported here (value=8"),
+    ("dispatch", {"x": X, "handle": (1, 2)}, "handle (value=tuple, allowed=DispatchHandle"),
+    ("dispatch", {"x": X, "config": 20}, "config (value=int, allowed=DeepEpConfig)"),
     ("dispatch", {"x": (X, X)}, "dtype of values of x (value=torch.float32"),
     ("dispatch", {"x": (X.to(torch.float8_e4m3fn), X[:2])}, "shapes of values and scales"),
-    ("dispatch", {"x": X, "layout": (2, 2, 2)}, "layout (value=2, 2, (2, 2), allowed=2, multiples of 2, (3, 2))"),
-    ("dispatch", {"x": X, "layout": (2, 2, 3), "topk_idx": CHOSEN, "topk_weights": X}, "shapes of topk_idx and topk_w"),
+    ("dispatch", {"x": X, "layout": (2, 3, 3), "topk_idx": CHOSEN}, "num_experts (value=3, allowed=multiples of 2)"),
+    (
+        "dispatch",
+        {"x": X, "layout": (1, 2, 2), "topk_idx": CHOSEN, "topk_weights": X},
+        "topk_idx and topk_weights (value=[(1,), (2, 2), (3, 2), (3, 8)], allowed=[(2,), (3, 2), (3, 2), (3, 2)])",
+    ),
     ("combine", {"x": X, "handle": None}, "handle (value=NoneType, allowed=DispatchHandle)"),
-    ("combine", {"x": X, "bias": X, "handle": None}, "bias, which is not there on one node (value=Tensor"),
+    ("combine", {"x": X, "bias": X, "handle": None}, "bias, which is not supported here (value=Tensor"),
     (
         "low_latency_dispatch",
         {"x": X, **SLOTS, "use_ue8m0": True},
-        "use_ue8m0, which is not there on one node (value=True",
+        "use_ue8m0, which is not supported here (value=True",
     ),
     (
         "low_latency_dispatch",
@@ -367,8 +373,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         "columns of x in float8 (value=7, allowed=multiples of 2)",
     ),
     ("low_latency_combine", {"x": X, "topk_idx": CHOSEN, "topk_weights": X, "handle": 1}, "handle (value=int"),
-    ("low_latency_dispatch", {"x": X, **SLOTS, STATS: CHOSEN[0].int()}, f"{STATS} (value=2, allowed=1)"),
-    ("low_latency_dispatch", {"x": X, **SLOTS, STATS: CHOSEN[:1, 0]}, f"dtype of {STATS} (value=torch.int64"),
+    ("low_latency_dispatch", {"x": X, **SLOTS, STATS: CHOSEN[0].int()}, f"{STATS}, which is not supported here"),
 ]
 
 

@@ -31,10 +31,9 @@ Compared = list[tuple[torch.Tensor, torch.Tensor]]
 
 @contextlib.contextmanager
 def through_host(group: dist.ProcessGroup) -> Iterator[Communicator]:
-    config = Config(timeout_s=60, peers="host")
     with (
         mock.patch.object(CpuBackend, "peers", PeerMemory(True, "a test")),
-        Communicator(group, device=torch.get_default_device(), config=config) as comm,
+        Communicator(group, device=torch.get_default_device(), config=Config(timeout_s=60, peers="host")) as comm,
     ):
         yield comm
 
@@ -155,10 +154,9 @@ def test_what_auto_takes_through_host_memory(group: dist.ProcessGroup) -> None:
 def test_handles_through_host_memory_release_their_cells(group: dist.ProcessGroup) -> None:
     with through_host(group) as comm:
         for _ in range(3):
-            norm = AllReduceRmsNorm(comm, 2, 8, torch.float32)
-            gemv = GemvAllReduce(comm, 20, 1, torch.float32)
-            for handle in (norm, gemv):
-                assert int(handle.addresses[comm.rank]) == (norm.came if handle is norm else gemv.cells).data_ptr()
+            for handle in (AllReduceRmsNorm(comm, 2, 8, torch.float32), GemvAllReduce(comm, 20, 1, torch.float32)):
+                cells = handle.came if isinstance(handle, AllReduceRmsNorm) else handle.cells
+                assert int(handle.addresses[comm.rank]) == cells.data_ptr()
                 handle.close()
                 with pytest.raises(RuntimeError, match="closed"):
                     handle.kernel.launch((1,))

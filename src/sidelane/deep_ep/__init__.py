@@ -22,7 +22,6 @@ from sidelane.deep_ep.buffer import DeepEpBuffer as Buffer
 from sidelane.deep_ep.settings import DeepEpConfig as Config
 from sidelane.deep_ep.settings import EventOverlap
 from sidelane.deep_ep.settings import install_deep_ep as install
-from sidelane.deep_ep.tokens import EXPERT_DTYPE as topk_idx_t
 from sidelane.deep_ep.tokens import DispatchHandle, LowLatencyHandle
 
-__all__ = ["Buffer", "Config", "DispatchHandle", "EventOverlap", "LowLatencyHandle", "install", "topk_idx_t"]
+__all__ = ["Buffer", "Config", "DispatchHandle", "EventOverlap", "LowLatencyHandle", "install"]

@@ -19,14 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from sidelane.deep_ep import slots
-from sidelane.deep_ep.settings import DeepEpConfig, EventOverlap, check_units, record_event, refuse_set
+from sidelane.deep_ep.settings import DeepEpConfig, EventOverlap, check_kind, record_event, refuse_set
 from sidelane.deep_ep.tokens import (
     DispatchHandle,
     LowLatencyHandle,
     TokenLayout,
     bring_back,
+    combine_slots,
     count_tokens,
+    dispatch_to_slots,
     exchange_layout,
     send_beside,
     send_tokens,
@@ -43,10 +44,10 @@ INDICES = torch.int32, torch.int64
 class DeepEpBuffer:
     """Dispatch and combine of experts' tokens between the GPUs of one node. Collective, as its calls but layouts.
 
-    Calls have three arguments in common: ``previous_event``, for which a call waits before it reads its tensors (None:
-    for the current stream); ``async_finish``, by which the current stream does not wait for the end of the call, which
-    is among the results; and ``allocate_on_comm_stream``, which has no effect, since either stream may use results.
-    ``refused`` are DeepEP's other arguments, for which only None, False and 0 are allowed.
+    Calls wait for ``previous_event`` before they read their tensors (None: for the current stream). With
+    ``async_finish`` the current stream does not wait for the end of the call, which is among the results. ``others``
+    are DeepEP's other arguments: ``allocate_on_comm_stream`` and ``return_recv_hook`` have no effect, since either
+    stream may use results, and the hook does nothing; for the rest only None, False and 0 are allowed.
 
     Args:
         group: process group of the ranks, of any backend, by which they meet; all of them on one node.
@@ -91,10 +92,8 @@ class DeepEpBuffer:
         on_gpu = self.comm.device.type == "cuda"
         if not on_gpu and not INTERPRETED:
             self.comm.close()
-            problem = "CPU ranks run kernels by Triton's interpreter"
-            raise UnavailableError(
-                f"Buffer: {problem}: set TRITON_INTERPRET=1 in the environment before it is imported"
-            )
+            problem = "CPU ranks run kernels by Triton's interpreter: set TRITON_INTERPRET=1 in the environment"
+            raise UnavailableError(f"Buffer: {problem} before triton is imported")
         self.group, self.rank, self.group_size = group, self.comm.rank, self.comm.world_size
         self.num_nvl_bytes, self.num_rdma_bytes, self.low_latency_mode = num_nvl_bytes, num_rdma_bytes, low_latency_mode
         self._stream = torch.cuda.Stream(self.comm.device) if on_gpu else None
@@ -106,8 +105,7 @@ class DeepEpBuffer:
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Set the largest number of compute units of calls without a :class:`DeepEpConfig`, the same on all ranks."""
-        check_units("set_num_sms", new_num_sms)
-        DeepEpBuffer.num_sms = new_num_sms
+        DeepEpBuffer.num_sms = DeepEpConfig(new_num_sms).num_sms
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -137,7 +135,7 @@ class DeepEpBuffer:
         num_experts: int,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
+        **others: object,
     ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
         """Count the tokens of this rank for each rank and each expert. Not a collective.
 
@@ -146,7 +144,7 @@ class DeepEpBuffer:
             num_experts: X, a multiple of N.
             previous_event: see the class.
             async_finish: see the class.
-            allocate_on_comm_stream: see the class.
+            others: see the class.
 
         Returns:
             Tokens for each rank, int32[N]; None; tokens for each expert, int32[X]; whether a token goes to a rank,
@@ -155,8 +153,9 @@ class DeepEpBuffer:
         Raises:
             ValueError, TypeError: an argument is wrong.
         """
-        topk_idx = self._check_experts("get_dispatch_layout", topk_idx, num_experts)
-
+        name = "get_dispatch_layout"
+        refuse_set(name, **others)
+        topk_idx = self._check_experts(name, topk_idx, num_experts)
         layout, event = self._run(
             lambda: count_tokens(topk_idx, num_experts, self.group_size), (topk_idx,), async_finish, previous_event
         )
@@ -176,8 +175,7 @@ class DeepEpBuffer:
         config: DeepEpConfig | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-        **refused: object,
+        **others: object,
     ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, DispatchHandle | None, EventOverlap]:
         """Send each token once to every rank that has one of its experts.
 
@@ -187,8 +185,7 @@ class DeepEpBuffer:
         Args:
             x: tokens, [T, H], float32, float16 or bfloat16; or in float8 with H an even number, and their scales,
                 float32 or int32[T, S].
-            handle: handle of an earlier dispatch, for tokens with the same experts, which are then left out, as
-                the layout.
+            handle: handle of an earlier dispatch with the same experts; the next five are then left out.
             num_tokens_per_rank: result of :meth:`get_dispatch_layout`, as the next two.
             is_token_in_rank: see there.
             num_tokens_per_expert: see there.
@@ -198,8 +195,7 @@ class DeepEpBuffer:
             config: settings; None for :attr:`num_sms`.
             previous_event: see the class.
             async_finish: see the class.
-            allocate_on_comm_stream: see the class.
-            refused: see the class.
+            others: see the class.
 
         Returns:
             Tokens that arrive, [R, H], in the order of ranks and tokens, or a pair with their scales, [R, S]; their
@@ -214,7 +210,7 @@ class DeepEpBuffer:
         """
         name, comm, n = "dispatch", self.comm, self.group_size
         with reporting_refusals(comm, name):
-            refuse_set(name, **refused)
+            refuse_set(name, **others)
             values, beside = self._check_tokens(name, x)
             (tokens, columns), dtype = values.shape, values.dtype
             units, layout = _units(name, config), (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
@@ -222,11 +218,11 @@ class DeepEpBuffer:
                 counted, routed = self._check_layout(name, tokens, layout, topk_idx, topk_weights)
                 if expert_alignment < 1:
                     raise ValueError(f"{name}: expert_alignment (value={expert_alignment}, allowed=1..)")
-            elif not isinstance(handle, DispatchHandle) or topk_idx is not None or topk_weights is not None:
-                problem = "handle is no DispatchHandle, or stands beside topk_idx or topk_weights"
-                raise ValueError(f"{name}: {problem} (value={type(handle).__name__}, allowed=DispatchHandle alone)")
-            elif tokens != len(handle.returned):
-                raise ValueError(f"{name}: tokens of the handle (value={tokens}, allowed={len(handle.returned)})")
+            else:
+                check_kind(name, "handle", handle, DispatchHandle)
+                refuse_set(name, topk_idx=topk_idx, topk_weights=topk_weights)
+                if tokens != len(handle.returned):
+                    raise ValueError(f"{name}: tokens of the handle (value={tokens}, allowed={len(handle.returned)})")
         alike = columns, dtype, units, [part.shape[1] for part in beside]
 
         def send(handle: DispatchHandle, more: list[Tensor]) -> tuple[Any, list[Tensor]]:
@@ -250,8 +246,9 @@ class DeepEpBuffer:
             is_here = (expert >= 0) & (expert < experts // n)
             return found, torch.where(is_here, expert, -1), torch.where(is_here, gates, 0.0), numbers, made
 
-        result, event = self._run(route, (x, counted, routed), async_finish, previous_event)
-        found, expert, gates, numbers, made = result
+        (found, expert, gates, numbers, made), event = self._run(
+            route, (x, counted, routed), async_finish, previous_event
+        )
         aligned = [-(-number // expert_alignment) * expert_alignment for number in numbers]
         return found, expert, gates, aligned, made, event
 
@@ -264,8 +261,7 @@ class DeepEpBuffer:
         config: DeepEpConfig | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-        **refused: object,
+        **others: object,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Bring a row back for each token that arrived, and sum those of a token over the ranks.
 
@@ -276,8 +272,7 @@ class DeepEpBuffer:
             config: settings; None for :attr:`num_sms`.
             previous_event: see the class.
             async_finish: see the class.
-            allocate_on_comm_stream: see the class.
-            refused: see the class.
+            others: see the class.
 
         Returns:
             Sums, [T, H], float32 in the order of the other ranks and then this one, rounded once, zeros where a token
@@ -287,9 +282,8 @@ class DeepEpBuffer:
         """
         name, comm = "combine", self.comm
         with reporting_refusals(comm, name):
-            refuse_set(name, **refused)
-            if not isinstance(handle, DispatchHandle):
-                raise TypeError(f"{name}: handle (value={type(handle).__name__}, allowed=DispatchHandle)")
+            refuse_set(name, **others)
+            check_kind(name, "handle", handle, DispatchHandle)
             units, parts = _units(name, config), [check_tensor(name, "x", x, comm.device, FLOATS, (2,))]
             if topk_weights is not None:
                 parts.append(check_tensor(name, "topk_weights", topk_weights, comm.device, (torch.float32,), (2,)))
@@ -310,12 +304,10 @@ class DeepEpBuffer:
         topk_idx: Tensor,
         num_max_dispatch_tokens_per_rank: int,
         num_experts: int,
-        cumulative_local_expert_recv_stats: Tensor | None = None,
         *,
         use_fp8: bool = True,
         async_finish: bool = False,
-        return_recv_hook: bool = False,
-        **refused: object,
+        **others: object,
     ) -> tuple[Any, Tensor, LowLatencyHandle, EventOverlap, Callable[[], None]]:
         """Send tokens to the slots of their experts, without the host. The first call of a shape makes its resources,
         and a graph may capture later ones.
@@ -325,13 +317,9 @@ class DeepEpBuffer:
             topk_idx: experts of each token, all different, [T, k], int64 or int32; -1 for none.
             num_max_dispatch_tokens_per_rank: M, bound of T, the same on all ranks.
             num_experts: X, a multiple of N.
-            cumulative_local_expert_recv_stats: int32[X / N], to which the numbers of rows are added; None for none.
-            use_fp8: send in float8_e4m3fn with a scale for each 128 elements, with H an even number; False for x's
-                dtype.
-            return_recv_hook: the caller calls the hook before it reads. The hook does nothing, since all of the call
-                is work of the stream.
+            use_fp8: send in float8_e4m3fn with a scale for each 128 elements, with H an even number.
             async_finish: see the class.
-            refused: see the class.
+            others: see the class.
 
         Returns:
             Rows of each expert of this rank, [X / N, N * M, H], of which the first ones are set, or with ``use_fp8`` a
@@ -341,9 +329,8 @@ class DeepEpBuffer:
         Raises the same errors as :meth:`dispatch`.
         """
         name, comm, most = "low_latency_dispatch", self.comm, num_max_dispatch_tokens_per_rank
-        each, stats = num_experts // self.group_size, cumulative_local_expert_recv_stats
         with reporting_refusals(comm, name):
-            refuse_set(name, **refused)
+            refuse_set(name, **others)
             x = in_rows(check_tensor(name, "x", x, comm.device, FLOATS, (2,)))
             topk_idx = self._check_experts(name, topk_idx, num_experts)
             if not len(topk_idx) == len(x) <= most or most < 1:
@@ -351,16 +338,11 @@ class DeepEpBuffer:
                 raise ValueError(f"{name}: equal numbers of tokens of x and topk_idx ({text})")
             if use_fp8 and x.shape[1] % 2:
                 raise ValueError(f"{name}: columns of x in float8 (value={x.shape[1]}, allowed=multiples of 2)")
-            if stats is not None:
-                what = "cumulative_local_expert_recv_stats"
-                check_tensor(name, what, stats, comm.device, (torch.int32,), (1,))
-                if len(stats) != each:
-                    raise ValueError(f"{name}: {what} (value={len(stats)}, allowed={each})")
         compare_shapes(comm, name, str((most, num_experts, use_fp8, x.dtype, x.shape[1], topk_idx.shape[1])))
 
         found, event = self._run(
-            lambda: slots.dispatch_to_slots(comm, x, topk_idx, most, each, stats, use_fp8),
-            *((x, topk_idx, stats), async_finish),
+            lambda: dispatch_to_slots(comm, x, topk_idx, most, num_experts // self.group_size, use_fp8),
+            *((x, topk_idx), async_finish),
         )
         return *found, event, lambda: None
 
@@ -372,22 +354,19 @@ class DeepEpBuffer:
         handle: LowLatencyHandle,
         *,
         async_finish: bool = False,
-        return_recv_hook: bool = False,
         out: Tensor | None = None,
-        **refused: object,
+        **others: object,
     ) -> tuple[Tensor, EventOverlap, Callable[[], None]]:
         """Return the sum of each token's results times their gates. Each rank first sums those of its own experts.
 
         Args:
-            x: results in the slots of :meth:`low_latency_dispatch`, [X / N, N * M, H]; slots without a row are not
-                read.
+            x: results in the slots of the dispatch, [X / N, N * M, H]; slots without a row are not read.
             topk_idx: the same as in the dispatch.
             topk_weights: gates, [T, k].
             handle: handle of the dispatch.
             out: tensor for the result, contiguous; None makes one.
-            return_recv_hook: see :meth:`low_latency_dispatch`.
             async_finish: see the class.
-            refused: see the class.
+            others: see the class.
 
         Returns:
             Sums, [T, H], of x's dtype; float32 within a rank and between the ranks, rounded after both; the end of the
@@ -397,26 +376,22 @@ class DeepEpBuffer:
         """
         name, comm = "low_latency_combine", self.comm
         with reporting_refusals(comm, name):
-            refuse_set(name, **refused)
-            if not isinstance(handle, LowLatencyHandle):
-                raise TypeError(f"{name}: handle (value={type(handle).__name__}, allowed=LowLatencyHandle)")
+            refuse_set(name, **others)
+            check_kind(name, "handle", handle, LowLatencyHandle)
             x = check_tensor(name, "x", x, comm.device, FLOATS, (3,)).contiguous()
             gates = check_tensor(name, "topk_weights", topk_weights, comm.device, FLOATS, (2,))
             (rows, k), most, (tokens, given) = handle.results.shape, handle.most_tokens, gates.shape
             if x.shape[:2] != (handle.experts, rows) or given != k or not tokens == len(topk_idx) <= most:
-                text = f"value={tuple(x.shape)}, {tuple(gates.shape)}, {len(topk_idx)}"
-                allowed = f"{(handle.experts, rows)}, (0..{most}, {k}), 0..{most}"
-                raise ValueError(
-                    f"{name}: shapes of x and topk_weights, tokens of topk_idx ({text}, allowed={allowed})"
-                )
+                text = f"value={tuple(x.shape)}, {tuple(gates.shape)}, {len(topk_idx)}, "
+                text += f"allowed={(handle.experts, rows)}, (0..{most}, {k}), 0..{most}"
+                raise ValueError(f"{name}: shapes of x and topk_weights, tokens of topk_idx ({text})")
             shape = tokens, x.shape[2]
             out = x.new_empty(shape) if out is None else check_tensor(name, "out", out, comm.device, (x.dtype,), (2,))
             if out.shape != shape or not out.is_contiguous():
                 raise ValueError(f"{name}: shape of out (value={tuple(out.shape)}, allowed={shape}, contiguous)")
         compare_shapes(comm, name, str((most, handle.experts, x.dtype, x.shape[2], k)))
-        values = x.view(-1, x.shape[2])
         found, event = self._run(
-            lambda: slots.combine_slots(comm, values, gates, handle, out), (x, gates, out, handle), async_finish
+            lambda: combine_slots(comm, x.flatten(0, 1), gates, handle, out), (x, gates, out, handle), async_finish
         )
         return found, event, lambda: None
 
@@ -449,14 +424,12 @@ class DeepEpBuffer:
         ranks = check_tensor(name, "num_tokens_per_rank", per_rank, device, INDICES, (1,))
         experts = check_tensor(name, "num_tokens_per_expert", per_expert, device, INDICES, (1,))
         mask = check_tensor(name, "is_token_in_rank", is_in_rank, device, (torch.bool,), (2,))
-        if len(ranks) != n or not len(experts) or len(experts) % n or mask.shape != (tokens, n):
-            text = f"value={len(ranks)}, {len(experts)}, {tuple(mask.shape)}"
-            raise ValueError(f"{name}: layout ({text}, allowed={n}, multiples of {n}, {(tokens, n)})")
         chosen = self._check_experts(name, topk_idx, len(experts))
         gates = check_tensor(name, "topk_weights", topk_weights, device, (torch.float32,), (2,))
-        if len(chosen) != tokens or gates.shape != chosen.shape:
-            text = f"value={tuple(chosen.shape)}, {tuple(gates.shape)}, allowed=({tokens}, k)"
-            raise ValueError(f"{name}: shapes of topk_idx and topk_weights ({text})")
+        shapes, k = [tuple(part.shape) for part in (ranks, mask, chosen, gates)], chosen.shape[1]
+        if shapes != (allowed := [(n,), (tokens, n), (tokens, k), (tokens, k)]):
+            what = "num_tokens_per_rank, is_token_in_rank, topk_idx and topk_weights"
+            raise ValueError(f"{name}: shapes of {what} (value={shapes}, allowed={allowed})")
         return (ranks, experts, mask), (chosen, gates)
 
     def _run(
@@ -483,10 +456,8 @@ class DeepEpBuffer:
         return found, EventOverlap(self._stream.record_event())
 
 
-def _units(name: str, config: object) -> int:
+def _units(name: str, config: DeepEpConfig | None) -> int:
     """Return the largest number of compute units of a call. Raises TypeError."""
-    if config is None:
-        return DeepEpBuffer.num_sms
-    if not isinstance(config, DeepEpConfig):
-        raise TypeError(f"{name}: config (value={type(config).__name__}, allowed=deep_ep.Config, None)")
-    return config.num_sms
+    if config is not None:
+        check_kind(name, "config", config, DeepEpConfig)
+    return DeepEpBuffer.num_sms if config is None else config.num_sms

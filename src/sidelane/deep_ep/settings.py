@@ -26,7 +26,8 @@ class DeepEpConfig:
     num_max_rdma_chunked_recv_tokens: int = 256
 
     def __post_init__(self) -> None:
-        check_units("Config", self.num_sms)
+        if not isinstance(self.num_sms, int) or self.num_sms < 1:
+            raise ValueError(f"Config: num_sms (value={self.num_sms!r}, allowed=1..)")
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Return the bytes of a chunk of tokens of ``hidden_bytes`` from each rank, which servers set aside."""
@@ -58,18 +59,22 @@ def record_event() -> torch.cuda.Event | None:
     return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
 
-def check_units(name: str, units: object) -> None:
-    """Refuse a number of compute units. Raises ValueError."""
-    if not isinstance(units, int) or units < 1:
-        raise ValueError(f"{name}: num_sms (value={units!r}, allowed=1..)")
+NO_EFFECT = "allocate_on_comm_stream", "return_recv_hook"
+"""Arguments that need no refusal: results may be used on either stream, and hooks have nothing to do."""
+
+
+def check_kind(name: str, what: str, value: object, kind: type) -> None:
+    """Refuse an object of another class. Raises TypeError."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: {what} (value={type(value).__name__}, allowed={kind.__name__})")
 
 
 def refuse_set(name: str, **given: object) -> None:
-    """Refuse arguments that ask for what one node does not have. Raises ValueError unless all are None, False or 0."""
+    """Refuse arguments that a call does not support. Raises ValueError unless all are None, False or 0."""
     for what, value in given.items():
-        if value is not None and (isinstance(value, Tensor) or value):
+        if what not in NO_EFFECT and value is not None and (isinstance(value, Tensor) or value):
             said = type(value).__name__ if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"{name}: {what}, which is not there on one node (value={said}, allowed=None, False, 0)")
+            raise ValueError(f"{name}: {what}, which is not supported here (value={said}, allowed=None, False, 0)")
 
 
 def install_deep_ep() -> None:

@@ -1,4 +1,6 @@
-"""Places of tokens: layouts that ranks exchange, and rows that travel by them with the kernel of ``ops.experts``."""
+"""Places of tokens: layouts that ranks exchange, slots of experts, and rows that travel by them with the kernel of
+``ops.experts``.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sidelane.ops.expert_slots import assign_slots, spread_float8, spread_rows
 from sidelane.ops.experts import exchange_rows, sum_rows
-from sidelane.ops.handle import power_of_two
+from sidelane.ops.handle import cached_object, power_of_two
+from sidelane.ops.rows import quantized_rows
 from sidelane.session import Communicator
-
-EXPERT_DTYPE = torch.int64
-"""Dtype of the numbers of experts that ``Buffer.dispatch`` returns."""
 
 LEAST_ROWS = 16
 """Least number of rows for which a dispatch has room; from there on twice as many at a time."""
@@ -146,3 +147,53 @@ def bring_back(comm: Communicator, rows: Tensor, handle: DispatchHandle, units: 
         terms=handle.back,
         units=units,
     )
+
+
+def dispatch_to_slots(
+    comm: Communicator, x: Tensor, topk_idx: Tensor, most_tokens: int, each: int, is_float8: bool
+) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle]:
+    """Send tokens [T, H] to the slots of ``each`` experts of a rank; see ``Buffer.low_latency_dispatch``.
+
+    Every rank gets the experts of all tokens, and finds their slots on its own. No host waits.
+    """
+    n, (tokens, k) = comm.world_size, topk_idx.shape
+    chosen = topk_idx.new_full((most_tokens, k), -1, dtype=torch.int32)
+    chosen[:tokens] = topk_idx
+    numbers, leaving, returned, results = assign_slots(comm, chosen, _of_all(comm, chosen), each)
+
+    def read(came: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return spread_float8(came, results, each, x.shape[1]) if is_float8 else spread_rows(came, results, each)
+
+    sent, counts = quantized_rows(x) if is_float8 else x, _counts(comm, most_tokens)
+    rows = exchange_rows(comm, sent, counts, n * most_tokens, read, terms=leaving, alike=(each, k))
+    return rows, numbers, LowLatencyHandle(returned, results, each, most_tokens)
+
+
+def combine_slots(comm: Communicator, rows: Tensor, gates: Tensor, handle: LowLatencyHandle, out: Tensor) -> Tensor:
+    """Sum the results in slots, [X / N * N * M, H], of each token times their gates, [T, k], into ``out``, [T, H].
+
+    Gates are exchanged first, since DeepEP's dispatch has none.
+    """
+    tokens, k = gates.shape
+    own = gates.new_zeros(handle.most_tokens, k, dtype=torch.float32)
+    own[:tokens] = gates
+    return exchange_rows(
+        *(comm, rows, _counts(comm, handle.most_tokens), len(handle.results)),
+        lambda came: sum_rows(came, handle.returned[:tokens], out=out),
+        terms=handle.results,
+        factors=_of_all(comm, own),
+        alike=(handle.experts, k),
+    )
+
+
+def _of_all(comm: Communicator, own: Tensor) -> Tensor:
+    of_all = own.new_empty(comm.world_size * len(own), own.shape[1])
+    comm.all_gather(of_all, own)
+    return of_all
+
+
+def _counts(comm: Communicator, most_tokens: int) -> Tensor:
+    """Return the numbers of slots between ranks, int32[N, N]: ``most_tokens`` everywhere."""
+    n = comm.world_size
+    key = _counts, most_tokens
+    return cached_object(comm, key, lambda: torch.full((n, n), most_tokens, dtype=torch.int32, device=comm.device))

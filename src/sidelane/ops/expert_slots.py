@@ -74,12 +74,7 @@ def spread_rows(came: Tensor, results: Tensor, experts: int) -> Tensor:
 def spread_float8(came: Tensor, results: Tensor, experts: int, columns: int) -> tuple[Tensor, Tensor]:
     """Do the same with rows of :func:`~sidelane.ops.rows.quantized_rows`: return values float8_e4m3fn[E, N * T, H] and
     scales float32[E, N * T, H / 128], of which neighbours in a column are neighbours in memory.
-
-    Args:
-        came: rows that arrived.
-        results: slots of each row, int32[N * T, k].
-        experts: E, number of experts of this rank.
-        columns: H, an even number.
+    ``columns`` is H, an even number.
     """
     rows, groups, first_scale = len(came), -(-columns // SCALED), row_widths(columns)[0]
     values = came.new_empty(experts, rows, columns // 2)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ from sidelane.ops.operands import in_rows
 from sidelane.ops.operator import CachedLaunch
 from sidelane.ops.rows import MOST_TERMS, dequantized_rows, quantized_rows, send_rows
 from sidelane.session import Communicator
+
+R = TypeVar("R")
 
 ROUTE, DISPATCH, COMBINE = "route_experts", "dispatch_tokens", "combine_tokens"
 
@@ -216,7 +218,7 @@ def exchange_rows(
     sent: Tensor,
     counts: Tensor,
     most_rows: int,
-    read: Callable[[Tensor], Tensor],
+    read: Callable[[Tensor], R],
     *,
     terms: Tensor | None = None,
     factors: Tensor | None = None,
@@ -224,7 +226,7 @@ def exchange_rows(
     alike: tuple[int, ...] = (),
     units: int | None = None,
     sends_zeros: bool = False,
-) -> Tensor:
+) -> R:
     """Send rows, or sums of rows, as :func:`all_to_all_rows` does, and return what ``read`` makes of those that come.
 
     Uses of one shape are in turn, on whatever streams, since the next one overwrites the rows that came.
