@@ -144,15 +144,11 @@ def test_gains_are_over_the_fastest_of_the_librarys_ways_that_fit():
 
 def test_more_tokens_are_advised_only_where_they_fit():
     step = Step(LARGE, 8192, 4096, recomputed=True)
-    library, longer, exposed = (
-        planned(*way) for way in (("library", 1e3, 3e2, 4e2), ("dma both", 8e2, 5e2, 9e2), ("dma both", 8e2, 1e2, 4e2))
-    )
+    library, longer = planned("library", 1e3, 3e2, 4e2), planned("dma both", 8e2, 5e2, 9e2)
     full, empty = (named("h200x8").with_value("gpu.memory_gb", memory) for memory in (152.5, 600))
     assert sim_plan.fits(full, step)
     assert "which need 189 GB and do not fit" in advice(TrainingPlan(full, step, (library, longer)))[-1]
     assert "do not fit" not in advice(TrainingPlan(empty, step, (library, longer)))[-1]
-    assert advice(TrainingPlan(full, step, (library, exposed))) == []
-    assert "more tokens a rank" in advice(TrainingPlan(empty, step, (library, exposed)))[-1]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -241,7 +237,7 @@ def test_recomputed_layers_take_their_forward_pass_once_more():
         (
             "h200x4",
             SMALL,
-            ("llama-8b-like (8.03 B) fits", "(measured on such machines)", " per GPU (", "MFU "),
+            ("llama-8b-like (8.03 B) fits", "collectives were measured on such", " per GPU (", "MFU "),
         ),
         ("mi300x8", LARGE, ("fits", "predicted; Sidelane has never run on AMD GPUs", "what copy engines could give")),
     ],

@@ -226,12 +226,18 @@ class PlanOptions(CommandOptions):
     )
     model: str = option("--model", "", "Model that is trained or served.", required=True, show_default=False)
     serve: bool = option("--serve", False, "Plan serving: decoding and prefill, by tensor parallelism.", is_flag=True)
-    tokens: int = option("--tokens", 8192, "Tokens of a rank in a step: 8192, or 8K.", default="8192", **NUMBER)
+    tokens: int = option(
+        "--tokens",
+        8192,
+        "Tokens of a rank in a pass; with --tp of the ranks that share layers.",
+        default="8192",
+        **NUMBER,
+    )
     sequence: int = option("--sequence", 4096, "Length of a sequence in tokens.", default="4096", **NUMBER)
     shard: str = word("--shard", SHARDINGS, "all", "Only this way to shard.")
-    tensor: int = option(
-        *("--tp", 0, "Ranks that share a layer (tensor and sequence parallel)."),
-        type=click.IntRange(min=0),
+    tensor: int | None = option(
+        *("--tp", None, "Ranks that share a layer (tensor and sequence parallel)."),
+        type=click.IntRange(min=1),
         show_default="1; with --serve the best",
     )
     context: int = count("--cp", 1, "Ranks that share a sequence (context parallel).", group=WHAT)

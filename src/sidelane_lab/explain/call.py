@@ -45,7 +45,7 @@ from sidelane_lab.harness.table import Line, Table, grouped
 from sidelane_lab.harness.terminal import say, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine, RunStatus
-from sidelane_lab.model.collectives import library_us
+from sidelane_lab.model.collectives import key_of, library_us
 from sidelane_lab.model.kernels import host_kernel_us
 from sidelane_lab.sdma import PacketQueue, fit
 from sidelane_lab.sim import simulate
@@ -53,8 +53,6 @@ from sidelane_lab.sim import simulate
 RANK = 0
 """Rank whose part is shown; every rank's is alike."""
 
-PCIE_GBPS = 64.0
-"""Bandwidth up to which nothing but PCIe joins a machine's GPUs."""
 LIBRARY_KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 """Collectives of which machines' descriptions say what the vendor's library takes."""
 Submitted = tuple[tuple[str, tuple[str, ...]], ...]
@@ -279,8 +277,7 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
         machine.refuse_nodes("explain")
         ranks = options.world_size or machine.gpus
         devices = machine.title if ranks == machine.gpus else f"{_ranks(ranks)} of {machine.title}"
-        links = "none" if machine.links.peak_gbps <= PCIE_GBPS else ""
-        key = MachineKey("cuda", machine.title.partition(" x ")[2], machine.gpus, links)
+        key = key_of(machine)
         # What a communicator would choose by there, until somebody has measured.
         if machine.through_host:
             peers = decide([(str(gpu), {str(peer): False for peer in range(2)}) for gpu in range(2)])

@@ -267,7 +267,7 @@ def implementations(known: str = IMPLEMENTATIONS) -> Any:
 
 def word(flag: str, allowed: Sequence[str], default: str, text: str, group: str = WHAT) -> Any:
     """Declare one of some words."""
-    return option(flag, default, text, group=group, allowed=allowed, type=click.Choice(list(allowed)))
+    return option(flag, default, text, group=group, allowed=allowed, type=NameChoice(list(allowed)))
 
 
 def size_list(flag: str, text: str, gpus: Sequence[str], cpus: Sequence[str] = ()) -> Any:

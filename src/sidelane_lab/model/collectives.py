@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Iterable
 
+from sidelane.choice.key import MachineKey
 from sidelane.program.builders import Transport, algorithms, build
 from sidelane.program.collective import (
     REDUCING,
@@ -41,6 +42,8 @@ PREDICTED_VARIANTS = {
     **{kind: tuple(one.name for one in algorithms(kind) if not one.through_host) for kind in REDUCING},
 }
 """Variants on copy engines whose watts are predicted. Of Sidelane's kernels, and of a broadcast, no model knows any."""
+PCIE_GBPS = 64.0
+"""Bandwidth up to which nothing but PCIe joins a machine's GPUs."""
 REDUCE_UNITS = 32
 """Compute units that a reduction of a hybrid takes: the thread blocks that the CUDA executor gives it."""
 IN_PLACE = (Kind.ALL_GATHER, Kind.ALL_REDUCE)
@@ -199,6 +202,12 @@ def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = No
     moved = 2 * rounds * (ranks - 1) / ranks * nbytes
     bytes_us = max(bytes_us, moved / (machine.gpu.memory_gbps * 1e3))
     return latency + min(bytes_us / library.low_latency_share, library.bulk_us + bytes_us)
+
+
+def key_of(machine: Machine) -> MachineKey:
+    """Return the key by which tables of measured times are found for a machine."""
+    links = "none" if machine.links.peak_gbps <= PCIE_GBPS else ""
+    return MachineKey("cuda", machine.title.partition(" x ")[2], machine.gpus, links)
 
 
 def _unknown(where: str, kind: Kind) -> ValueError:

@@ -222,10 +222,8 @@ def gemms_of(step: Step, *, backward: bool) -> list[Gemm]:
     """Return the GEMMs of a layer, with the matrices of one input as one; those of a rank's experts count as one."""
     model = step.model
     shapes = [(step.tokens, *matrix) for matrix in (*model.attention(), *model.gated(model.shared))]
-    if model.experts:
-        shapes += [(step.tokens * model.active, *matrix) for matrix in model.gated(model.expert_feed)]
-    else:
-        shapes += [(step.tokens, *matrix) for matrix in model.gated(model.feed)]
+    share, width = (model.active, model.expert_feed) if model.experts else (1, model.feed)
+    shapes += [(step.tokens * share, *matrix) for matrix in model.gated(width)]
     if not backward:
         return [Gemm(rows, n, k, "bfloat16") for rows, n, k in shapes]
     both = (shape for rows, n, k in reversed(shapes) for shape in ((rows, k, n), (n, k, rows)))

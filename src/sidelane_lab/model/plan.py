@@ -35,7 +35,7 @@ CODE = {
 }
 """Calls that a program writes, by strategy."""
 LIBRARY, *_ = STRATEGIES
-SURE = "FSDP2 steps of Llama's layers on two and four H200s were predicted within 6%"
+SURE = "only FSDP2 steps of Llamas on two and four H200s were compared (within 6%)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,10 +99,14 @@ class TrainingPlan:
         """Return what communication adds to a step."""
         return self.accumulate * (one.times.exposed_us + parallel_us(self.machine, self.step))
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all ranks in a step."""
+        return self.accumulate * self.step.tokens * self.machine.world_size // self.step.tensor
+
     def tokens_per_s(self, one: PlannedStep) -> float:
         """Return the tokens of all ranks in a second."""
-        tokens = self.accumulate * self.step.tokens * self.machine.world_size / self.step.tensor
-        return tokens / self.step_us(one) * 1e6
+        return self.tokens / self.step_us(one) * 1e6
 
     def utilization(self, one: PlannedStep) -> float:
         """Return the share of the GPUs' peak that a step's operations need, attention masked, nothing counted twice."""
@@ -185,16 +189,18 @@ def main(options: PlanOptions) -> None:
     for flag, ranks in (("--tp", tensor), ("--cp", options.context), ("--ep", options.experts)):
         if machine.gpus % ranks:
             raise ValueError(f"plan: {flag} (value={ranks}, allowed=divisors of {machine.gpus}, the GPUs of a node)")
-    names = ("tokens", "sequence", "context", "experts", "optimizer", "dtype")
-    step = Step(model.divided(tensor), tensor=tensor, **{name: getattr(options, name) for name in names})
+    step = Step(
+        *(model.divided(tensor), options.tokens, options.sequence, False, options.context, tensor),
+        *(options.experts, options.optimizer, options.dtype),
+    )
     console = tables_console(options.json)
+    asked = (FSDP, HSDP, DDP) if options.shard == "all" else (options.shard,)
     plans = []
     with progress("simulating") as update:
         for nodes in counts:
             there = with_nodes(machine, nodes)
-            kept = _kept(there, step, options.recompute, FSDP if options.shard == "all" else options.shard)
-            fitting = [one for one in (FSDP, HSDP, DDP) if fits(there, kept, one)] or [FSDP]
-            shardings = fitting if options.shard == "all" else [options.shard]
+            kept = _kept(there, step, options.recompute, asked[0])
+            shardings = [one for one in asked if fits(there, kept, one)] or asked[:1]
             plans.append(plan(there, kept, shardings, update, options.accumulate))
     first_and_last = [*plans[:1], *plans[1:][-1:]]
     for line in (line for one in first_and_last for line in answer(one)):
@@ -236,24 +242,17 @@ def answer(planned: TrainingPlan) -> list[str]:
     if not is_enough:
         lines += _what_fits(machine, step, best.sharding)
     ours, theirs = (f"{planned.tokens_per_s(one) / machine.world_size:,.0f}" for one in (best, usual))
-    where = f" under {usual.sharding}" if usual.sharding != best.sharding else ""
     lines += [
-        f"{'A step takes' if is_enough else 'If it did: a step of'} {planned.step_us(best) / 1e6:.2f} s: "
-        f"{planned.tokens_per_s(best):,.0f} tokens/s, {ours} per GPU ({theirs} with the vendor's library{where}), "
+        f"{'A' if is_enough else 'If it did: a'} step of {planned.tokens:,} tokens: "
+        f"{planned.step_us(best) / 1e6:.2f} s, {planned.tokens_per_s(best):,.0f} tokens/s, {ours} per GPU ({theirs} "
+        f"with the vendor's library{f' under {usual.sharding}' * (usual.sharding != best.sharding)}), "
         f"MFU {100 * planned.utilization(best):.0f}%.",
         f"Exposed communication: {_exposed(planned, best)} of a step with Sidelane, {_exposed(planned, usual)} with "
         "the library.",
     ]
     if is_enough:
         lines.append(_to_write(planned))
-    uncompared = {
-        best.sharding: best.sharding != FSDP,
-        "several nodes": machine.nodes > 1,
-        "--tp, --cp and --ep": step.tensor * step.context * step.experts > 1,
-        "experts": step.model.experts > 0,
-    }
-    others = ", ".join(words for words, is_so in uncompared.items() if is_so)
-    lines.append(f"How sure: {machine.runs}; {SURE}{f'; {others}: compared with nothing' if others else ''}.")
+    lines.append(f"How sure: {serving.RUNS.get(machine.runs, machine.runs)}; {SURE}.")
     return lines + serving.left_out(step.model)
 
 
@@ -313,9 +312,11 @@ def _what_fits(machine: Machine, step: Step, sharding: str) -> list[str]:
         for words, where, what in tried
         if words and fits(where, what, sharding)
     ]
-    if ways:
-        return [f"It fits {', or '.join(ways)}."]
-    return ["Nothing fits: neither recomputed layers, more such GPUs, smaller moments or weights, nor fewer tokens."]
+    return [
+        f"It fits {', or '.join(ways)}."
+        if ways
+        else "Nothing fits: neither recomputed layers, more such GPUs, smaller moments or weights, nor fewer tokens."
+    ]
 
 
 def plan(
@@ -359,17 +360,13 @@ def plan_table(plans: Sequence[TrainingPlan]) -> Table:
     for planned in plans:
         for one in planned.ways:
             times = (one.times.time_us, one.times.compute_us, one.times.communication_us, one.times.exposed_us)
-            memory = f"{memory_of(planned.machine, planned.step, one.sharding).total / 1e9:.0f}"
-            cells = (
-                one.sharding,
-                one.strategy,
-                memory if one in planned.fitting else f"{memory} (no)",
-                *map(_ms, times),
-            )
-            lines.append(Line((str(planned.machine.nodes) if is_among else "", *cells, f"{one.exposed_percent:.0f}")))
+            gb = memory_of(planned.machine, planned.step, one.sharding).total / 1e9
+            names = (str(planned.machine.nodes) if is_among else "", one.sharding, one.strategy)
+            cells = (*names, f"{gb:.0f}{'' if one in planned.fitting else ' (no)'}", *map(_ms, times))
+            lines.append(Line((*cells, f"{one.exposed_percent:.0f}")))
     there = f"nodes of {machine.title.split(' nodes of ', 1)[-1]}, {machine.links.network}"
     notes = [
-        "a pass through the layers: without embedding, head, optimizer and collectives of --tp, --cp and --ep",
+        "a pass: without embedding, head, optimizer and collectives of --tp, --cp and --ep (the first lines have them)",
         "GB: of a GPU; (no): it has less",
         "ways to shard that do not fit are left out, unless they are asked for",
         "exposed: more than a step has that communicates nothing and copies out of buffers; %: of the step",
@@ -387,9 +384,11 @@ def plan_table(plans: Sequence[TrainingPlan]) -> Table:
             "how far predicted steps were off on two H200s: docs/lab/model.md",
         ]
     if recomputed := [str(one.machine.nodes) for one in plans if one.step.recomputed]:
-        where_so = f" on {', '.join(recomputed)} nodes" if is_among else ""
-        notes.append(f"layers are recomputed in the backward pass{where_so}")
-    asked = f"{step.model.name}, {step.model.layers} layers, {step.tokens} tokens a rank"
+        notes.append(f"layers are recomputed in the backward pass (nodes: {', '.join(recomputed)})")
+    asked = (
+        f"{step.model.name}, a pass through {step.model.layers} layers, {step.tokens} tokens a "
+        f"{'rank' if step.tensor == 1 else f'group of {step.tensor} ranks'}"
+    )
     title = f"{asked}, on {there if is_among else machine.title}: predicted, ms"
     times_of = ("GB", "step", "compute", "collectives\nalone", "exposed", "%")
     columns = ("nodes", "<sharding", "<strategy", *times_of)
@@ -398,15 +397,12 @@ def plan_table(plans: Sequence[TrainingPlan]) -> Table:
 
 def advice(planned: TrainingPlan) -> list[str]:
     """Say which other change helps a step that fits: more tokens, where these would fit, too."""
-    machine, step, best = planned.machine, planned.step, planned.best
-    times, longer = best.times, dataclasses.replace(step, tokens=step.tokens + step.sequence)
+    machine, step, best, times = planned.machine, planned.step, planned.best, planned.best.times
     if planned.fitting and times.communication_us > times.compute_us:
         more = math.ceil(step.tokens * times.communication_us / times.compute_us / step.sequence) * step.sequence
         memory = memory_of(machine, enough := dataclasses.replace(step, tokens=more), best.sharding).total / 1e9
         need = "" if fits(machine, enough, best.sharding) else f", which need {memory:.0f} GB and do not fit"
         return [f"The collectives outlast the computation: they could hide from about {more} tokens a rank{need}."]
-    if planned.fitting and best.exposed_percent > 5 and fits(machine, longer, best.sharding):
-        return ["The collectives could hide: more tokens a rank make what stays exposed a smaller share."]
     return []
 
 

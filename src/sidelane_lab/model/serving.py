@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from sidelane.choice.store import builtin_for
 from sidelane.program.collective import Kind
+from sidelane.program.shape import CallShape
 from sidelane_lab.cli.model import PlanOptions
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.harness.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.numbers import write_report
 from sidelane_lab.machines.spec import Machine, RunStatus
-from sidelane_lab.model.collectives import library_us
+from sidelane_lab.model.collectives import key_of, library_us
 from sidelane_lab.model.device import run_device
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.layer import COPY_SHARE, ELEMENT, Pass, Step, gemms_of, layer_kernels, reachable
@@ -29,7 +31,9 @@ SHORT_US = 33.0
 of results/h200x2/e2e.json: decoding with Llama 3.2 1B for one sequence, without communication."""
 FEW_ROWS = 128
 """Rows below which weights in 8 bits halve the time of a GEMM."""
-SURE = "decoding with Llamas in a graph, and prefill, on two H200s were predicted within 9%"
+RUNS = {RunStatus.MEASURED: "predicted; collectives were measured on such machines"}
+"""Words for what was compared, where more than the status says was not."""
+SURE = "only decoding of Llamas in a graph, and prefill, on two H200s were compared (within 9%)"
 RESERVED_GB = 2.0
 """Memory that a server takes besides: contexts, graphs and work spaces; assumed."""
 
@@ -96,8 +100,15 @@ def _sums_us(machine: Machine, served: ServedModel, tokens: int, *, ours: bool) 
     ranks = dataclasses.replace(machine, nodes=1, gpus=served.tensor)
     nbytes = ELEMENT * tokens * served.model.hidden
     theirs = library_us(ranks, Kind.ALL_REDUCE, nbytes)
-    best = min(theirs, ours_us(ranks, Kind.ALL_REDUCE, nbytes)) if ours else theirs
-    return 2 * served.model.layers * best
+    return 2 * served.model.layers * (min(theirs, _own_us(ranks, nbytes)) if ours else theirs)
+
+
+def _own_us(ranks: Machine, nbytes: int) -> float:
+    """Return the time of Sidelane's sum in a graph: measured, as ``sidelane explain`` has it, or else predicted."""
+    table = None if ranks.runs is RunStatus.UNSUPPORTED else builtin_for(key_of(ranks), ranks.gpus)
+    call = CallShape(Kind.ALL_REDUCE, ranks.gpus, nbytes, captured=True)
+    curves = table.profile.comparable(call) if table and table.profile else ()
+    return min((curve.at(nbytes) for curve in curves), default=0.0) or ours_us(ranks, Kind.ALL_REDUCE, nbytes)
 
 
 def verdict(model: Transformer, machine: Machine, left_gb: float, how: str = "") -> str:
@@ -105,7 +116,7 @@ def verdict(model: Transformer, machine: Machine, left_gb: float, how: str = "")
     words = f"fits{how}", f"{left_gb:.0f} GB of each GPU are left"
     fits, left = words if left_gb >= 0 else (f"does not fit{how}", f"each GPU lacks {-left_gb:.0f} GB")
     size = f"{(model.whole or model.total) / 1e9:.3g} B"
-    return f"{model.name} ({size}) {fits} on {machine.title}: {left} ({machine.runs})."
+    return f"{model.name} ({size}) {fits} on {machine.title}: {left} ({RUNS.get(machine.runs, machine.runs)})."
 
 
 def left_out(model: Transformer) -> list[str]:
@@ -122,14 +133,14 @@ def main(machine: Machine, model: Transformer, options: PlanOptions) -> None:
     """
     console = tables_console(options.json)
     usual = [n for n in (1, 2, 4, 8) if n <= machine.gpus and model.heads % n == 0]
-    if options.tensor > machine.gpus:
+    if (options.tensor or 1) > machine.gpus:
         raise ValueError(f"plan: --tp (value={options.tensor}, allowed=1 to {machine.gpus}, the GPUs of a node)")
     rows = []
     with progress("predicting") as update:
         for n in [options.tensor] if options.tensor else usual:
             update(f"TP {n}")
-            weight_bytes = 1 if options.dtype == "fp8" else ELEMENT
-            rows.append(_row(machine, ServedModel(model, options.batch, options.length, n, weight_bytes)))
+            sizes = (options.batch, options.length, n, 1 if options.dtype == "fp8" else ELEMENT)
+            rows.append(_row(machine, ServedModel(model, *sizes)))
     for line in answer(machine, model, rows):
         say(console, line, style="bold")
     console.print()
@@ -190,9 +201,9 @@ def answer(machine: Machine, model: Transformer, rows: list[dict[str, Any]]) -> 
     if not fitting and (other := _what_fits(machine, model, best)):
         lines.append(f"It fits {' or '.join(other)}.")
     if fitting and machine.runs is not RunStatus.UNSUPPORTED:
-        taken = "VLLM_PLUGINS=sidelane " if tensor > 1 else ""
-        lines.append(f"Write: {taken}vllm serve MODEL --tensor-parallel-size {tensor}")
-    lines.append(f"How sure: {machine.runs}; {SURE}.")
+        taken = best["decode_ms"] < best["decode_library_ms"]
+        lines.append(f"Write: {'VLLM_PLUGINS=sidelane ' * taken}vllm serve MODEL --tensor-parallel-size {tensor}")
+    lines.append(f"How sure: {RUNS.get(machine.runs, machine.runs)}; {SURE}.")
     return lines + left_out(model)
 
 

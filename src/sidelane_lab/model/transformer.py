@@ -163,13 +163,14 @@ KEYS = {
     "value": ("v_head_dim",),
 }
 """Names of sizes on the command line, and in ``config.json``."""
+NEEDED = ("layers", "hidden", "heads")
 LEFT_OUT = {
     "vision_config": "the vision tower",
     "audio_config": "the audio tower",
     "sliding_window": "sliding windows (attention is counted as full)",
     "full_attention_interval": "linear attention (counted as full attention)",
     "num_nextn_predict_layers": "layers that predict further tokens",
-    "quantization_config": "quantized weights",
+    "quantization_config": "quantized weights, as it is published (bytes are counted by --dtype)",
     "interleave_moe_layer_step": "layers without experts between others",
     "layer_types": "layers of several types (counted as alike)",
 }
@@ -193,7 +194,7 @@ def read_model(text: str) -> Transformer:
             raise ValueError(
                 f"plan: --model {text}: not a config.json (value={type(content).__name__}, allowed=object)"
             )
-        return of_config(path.resolve().parent.name, content)
+        return of_config(path.resolve().parent.name if path.stem == "config" else path.stem, content)
     if "=" in text:
         pairs = (part.partition("=") for part in text.replace(" ", "").split(",") if part)
         return of_config("the model", {key: int(value) if value.isdigit() else value for key, _, value in pairs})
@@ -210,9 +211,9 @@ def of_config(name: str, content: Mapping[str, Any]) -> Transformer:
     found: dict[str, Any] = {}
     for field, names in KEYS.items():
         value = next((content[key] for key in (field, *names) if content.get(key) is not None), None)
-        if value is None and field in ("layers", "hidden", "heads"):
+        if value is None and field in NEEDED:
             raise ValueError(f"plan: --model {name}: {field} is missing (allowed={' or '.join((field, *names))})")
-        if value is not None and not (isinstance(value, int) and 0 <= value < 1 << 30):
+        if value is not None and not (isinstance(value, int) and (field in NEEDED) <= value < 1 << 30):
             raise ValueError(f"plan: --model {name}: {field} (value={value!r}, allowed=a whole number)")
         found[field] = value or 0
     latent = tuple(found.pop(key) for key in ("latent_q", "latent_kv", "nope", "rope", "value"))
@@ -227,6 +228,10 @@ def of_config(name: str, content: Mapping[str, Any]) -> Transformer:
         "kv_heads": found["kv_heads"] or found["heads"],
         "vocabulary": found["vocabulary"] or 128_256,
     }
+    for part, whole in (("heads", "hidden"), ("kv_heads", "heads")):
+        if found[whole] % found[part] and (part == "kv_heads" or not (found["head"] or latent[1])):
+            value = f"value={found[part]}, allowed=divisors of {found[whole]}, its {whole}"
+            raise ValueError(f"plan: --model {name}: {part} ({value})")
     content |= {} if content.get("use_sliding_window", True) else {"sliding_window": None}
     left_out = [words for key, words in LEFT_OUT.items() if content.get(key)]
     return Transformer(name, **found, latent=latent if latent[1] else (), left_out=tuple(left_out))

@@ -58,31 +58,16 @@ class DlrmPass:
     bottom: int = 14
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DlrmTimes:
-    """A pass with its embeddings unfused and fused: nodes with their begins, and microseconds of both."""
-
-    unfused: tuple[TraceNode, ...]
-    fused: tuple[TraceNode, ...]
-
-    @property
-    def lower_percent(self) -> float:
-        """Percent of the unfused time by which the fused one is lower."""
-        return 100 * (1 - end_us(self.fused) / end_us(self.unfused))
-
-
-def dlrm_times(machine: Machine, step: DlrmPass) -> DlrmTimes:
-    """Predict a pass, unfused and fused.
+def dlrm_passes(machine: Machine, step: DlrmPass) -> tuple[tuple[TraceNode, ...], tuple[TraceNode, ...]]:
+    """Predict a pass, unfused and fused: nodes with their begins.
 
     Raises:
         ValueError: nodes of several GPUs, or not on a torus, or tensors that no memory of the machine holds.
     """
     if machine.gpus > 1 or machine.links.network is not NetworkTopology.TORUS:
         value, allowed = f"{machine.nodes} of {machine.gpus} GPUs", "several of one GPU on a torus, as in the paper"
-        raise ValueError(f"dlrm_times: nodes of {machine.name} (value={value}, allowed={allowed})")
-    return DlrmTimes(
-        scheduled(dlrm_graph(machine, step, fused=False)), scheduled(dlrm_graph(machine, step, fused=True))
-    )
+        raise ValueError(f"dlrm_passes: nodes of {machine.name} (value={value}, allowed={allowed})")
+    return scheduled(dlrm_graph(machine, step, fused=False)), scheduled(dlrm_graph(machine, step, fused=True))
 
 
 def dlrm_graph(machine: Machine, step: DlrmPass, *, fused: bool) -> list[TraceNode]:
