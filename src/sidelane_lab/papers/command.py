@@ -260,7 +260,7 @@ def show(verdicts: Sequence[ClaimVerdict], console: rich.console.Console) -> Non
 def counted(verdicts: Sequence[ClaimVerdict]) -> list[str]:
     """Say how many claims of each role are met, at the tolerance and at stricter ones, and how many are not judged."""
     lines = []
-    for role in ClaimRole:
+    for role in [role for role in ClaimRole if any(verdict.role is role for verdict in verdicts)]:
         of_role = [verdict for verdict in verdicts if verdict.role is role and not verdict.incomparable]
         right = sum(verdict.ok for verdict in of_role)
         line = f"{role}: {right} of {len(of_role)} right"
@@ -271,9 +271,7 @@ def counted(verdicts: Sequence[ClaimVerdict]) -> list[str]:
     # A rule that mends a miss makes it "seen": this sum is what no change of role can better.
     told = [v for v in verdicts if v.role in (ClaimRole.SEEN, *PREDICTED) and not v.incomparable]
     if any(verdict.role is ClaimRole.SEEN for verdict in told):
-        lines.append(
-            f"seen, development and held out together: {sum(verdict.ok for verdict in told)} of {len(told)} right"
-        )
+        lines.append(f"seen and predicted together: {sum(verdict.ok for verdict in told)} of {len(told)} right")
     apart = [verdict for verdict in verdicts if verdict.incomparable]
     lines += [f"not comparable: {len(apart)}"] if apart else []
     if not any("/" in verdict.claim_id for verdict in verdicts):
