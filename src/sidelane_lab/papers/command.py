@@ -260,7 +260,7 @@ def show(verdicts: Sequence[ClaimVerdict], console: rich.console.Console) -> Non
 def counted(verdicts: Sequence[ClaimVerdict]) -> list[str]:
     """Say how many claims of each role are met, at the tolerance and at stricter ones, and how many are not judged."""
     lines = []
-    for role in [role for role in ClaimRole if any(verdict.role is role for verdict in verdicts)]:
+    for role in ClaimRole:
         of_role = [verdict for verdict in verdicts if verdict.role is role and not verdict.incomparable]
         right = sum(verdict.ok for verdict in of_role)
         line = f"{role}: {right} of {len(of_role)} right"
