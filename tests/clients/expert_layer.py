@@ -5,8 +5,11 @@ Numbers are such that sums are exact, and that the largest of 128 elements is 44
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
-from client import RANK, RANKS
+from client import BACKEND, RANK, RANKS, finish
 
 EACH, K, MOST = 2, 2, 6
 TOKENS = ((3, 5, 0, 6), (0, 0, 1, 2), (6, 6, 6, 6))
@@ -33,3 +36,20 @@ def alone(step: int, hidden: int) -> torch.Tensor:
     """Return the result of this rank's tokens."""
     x, chosen, gates = drawn(step, hidden)
     return x * (gates * factor(chosen)).sum(1, keepdim=True).bfloat16()
+
+
+def compare_steps(
+    callers: Callable[[], Mapping[str, Any]], layer: Callable[[Any, int], torch.Tensor], hidden: int
+) -> None:
+    """Run all steps of a layer by each of the callers of DeepEP, or alone for ``gloo``, and finish the client."""
+    values, rows, steps = [], [], range(len(TOKENS))
+    if BACKEND == "gloo":
+        finish(alone(step, hidden).double().sum().item() for _ in range(4) for step in steps)
+        return
+    for name, caller in callers().items():
+        for step in steps:
+            y = layer(caller, step)
+            assert torch.equal(y, alone(step, hidden)), (name, step)
+            values.append(y.double().sum().item())
+        rows.append({"where": "sidelane", "operation": name, "why": "", "calls": len(TOKENS)})
+    finish(values, rows)

@@ -10,14 +10,14 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from client import BACKEND, GPUS, RANK, RANKS, finish
+from client import GPUS, RANK, RANKS
 
 if not GPUS:
     os.environ |= {"TRITON_INTERPRET": "1", "SGLANG_USE_CPU_ENGINE": "1"}
 
 import torch
 import torch.distributed as dist
-from expert_layer import EACH, MOST, TOKENS, K, alone, drawn, factor
+from expert_layer import EACH, MOST, K, compare_steps, drawn, factor
 
 HIDDEN = 256
 os.environ["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"] = str(MOST)
@@ -90,18 +90,7 @@ def layer(dispatcher: Any, step: int) -> torch.Tensor:
 
 def main() -> None:
     dist.init_process_group("nccl" if GPUS else "gloo")
-    steps = range(len(TOKENS))
-    if BACKEND == "gloo":
-        finish(alone(step, HIDDEN).double().sum().item() for _ in range(4) for step in steps)
-        return
-    values, rows = [], []
-    for name, dispatcher in dispatchers().items():
-        for step in steps:
-            y = layer(dispatcher, step)
-            assert torch.equal(y, alone(step, HIDDEN)), (name, step)
-            values.append(y.double().sum().item())
-        rows.append({"where": "sidelane", "operation": name, "why": "", "calls": len(TOKENS)})
-    finish(values, rows)
+    compare_steps(dispatchers, layer, HIDDEN)
 
 
 if __name__ == "__main__":

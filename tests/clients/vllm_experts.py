@@ -9,13 +9,13 @@ import os
 import sys
 from typing import Any
 
-from client import BACKEND, GPUS, RANK, RANKS, finish
+from client import GPUS, RANK, RANKS
 
 if not GPUS:
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_DIST_IDENT": "experts"}
 
 import torch
-from expert_layer import EACH, MOST, TOKENS, alone, drawn, factor
+from expert_layer import EACH, MOST, compare_steps, drawn, factor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
@@ -91,18 +91,7 @@ def main() -> None:
     with set_current_vllm_config(config), torch.inference_mode():
         parallel_state.init_distributed_environment(backend="nccl" if GPUS else "gloo")
         parallel_state.initialize_model_parallel(RANKS)
-        steps = range(len(TOKENS))
-        if BACKEND == "gloo":
-            finish(alone(step, HIDDEN).double().sum().item() for _ in range(4) for step in steps)
-            return
-        values, rows = [], []
-        for name, (caller, settings) in callers().items():
-            for step in steps:
-                y = layer(caller, settings, step)
-                assert torch.equal(y, alone(step, HIDDEN)), (name, step)
-                values.append(y.double().sum().item())
-            rows.append({"where": "sidelane", "operation": name, "why": "", "calls": len(TOKENS)})
-        finish(values, rows)
+        compare_steps(callers, lambda found, step: layer(*found, step), HIDDEN)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def on_ranks(
         ranks: numbers of CPU ranks, each for a test; or tuples of ranks, which form a group.
         gpu: a test on GPUs; or how they execute it: ``own_stream`` (True), ``default_stream`` or functions like them,
             with marks where there is a reason to skip it.
-        interpreted: the CPU ranks interpret Triton's kernels; there are four of them.
+        interpreted: the CPU ranks interpret Triton's kernels; tests share four of them, and others have eight.
         fresh: the ranks on GPUs are processes of the test's own, which end with it.
         environment: of processes of the test's own.
         crew: the fixture that has the ranks on GPUs.
@@ -171,7 +171,8 @@ def group(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """Has a function executed by the ranks of the test, and returns what each returned."""
     place: Place = request.param
     if place.way is None:
-        crew = request.getfixturevalue("four" if place.interpreted else "pool")
+        interpreters = "eight" if place.ranks in range(5, 9) else "four"
+        crew = request.getfixturevalue(interpreters if place.interpreted else "pool")
         return lambda function: crew.run(function, place.ranks, timeout_s=place.timeout_s)
     ranks = place.executors(request)
     return lambda function: ranks.run(place.way, function, timeout_s=place.timeout_s)
@@ -200,9 +201,19 @@ def four() -> Iterator[Crew]:
 
     All tests share them: a process rewrites every kernel for the interpreter once, a third of the time of few calls.
     """
+    yield from interpreting(4)
+
+
+@pytest.fixture
+def eight() -> Iterator[Crew]:
+    """Eight of them for one test."""
+    yield from interpreting(8)
+
+
+def interpreting(world_size: int) -> Iterator[Crew]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        found = Crew(4)
+        found = Crew(world_size)
         found.run(id)
     yield found
     found.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from sidelane import Communicator, ops
 from sidelane.choice.fused import FusedTime
 from sidelane.errors import MismatchError, PeerError
+from sidelane.ops import attention
 from sidelane.ops.chunked_attention import head_chunks
 from sidelane.ops.operator import tables_of
 from sidelane.program.resharding import even_parts
@@ -24,7 +26,6 @@ from sidelane.program.resharding import even_parts
 pytest.importorskip("triton")
 
 DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
-Given = tuple[Tensor, Tensor, Tensor]
 
 
 def drawn(comm: Communicator, seed: int, batch: int, length: int, heads: tuple[int, int], size: int, dtype: Any) -> Any:
@@ -69,7 +70,7 @@ def mixed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
 def test_the_same_bits_as_without_chunks(group: dist.ProcessGroup, calls: int) -> None:
     """Random shapes back to back: groups of heads that ranks do not divide, uneven positions, values of other sizes."""
     with communicator(group) as comm:
-        draw, n = random.Random(n_of(group)), comm.world_size
+        draw, n = random.Random(comm.world_size), comm.world_size
         for call in range(calls):
             sharing, groups = draw.choice((1, 1, 2)), 2 * n + draw.choice((0, 1, n))
             shape = (
@@ -91,10 +92,6 @@ def test_the_same_bits_as_without_chunks(group: dist.ProcessGroup, calls: int) -
                 right = step(comm, given, needs, chunks=1, **options)
                 found = step(comm, given, needs, chunks=count, **options)
             same(found, right, (shape, given[0].dtype, needs, options, count), exact=exact)
-
-
-def n_of(group: dist.ProcessGroup) -> int:
-    return dist.get_world_size(group)
 
 
 @on_ranks(1, 2, gpu=True)
@@ -174,16 +171,10 @@ def test_auto_takes_what_was_measured(group: dist.ProcessGroup) -> None:
     """One chunk without a measurement; as many as were fastest at a shape like this one; never more than there are."""
     with communicator(group) as comm:
         given = drawn(comm, 5, 1, 12, (4, 4), 8, torch.float32)
-        seen: list[int] = []
-        from sidelane.ops import attention
-
-        with pytest.MonkeyPatch.context() as patch:
-            made = attention.attend_in_chunks
-            patch.setattr(
-                attention, "attend_in_chunks", lambda comm, count, *rest: seen.append(count) or made(comm, count, *rest)
-            )
+        made = attention.attend_in_chunks
+        with mock.patch.object(attention, "attend_in_chunks", side_effect=made) as called:
             right = step(comm, given)
-            assert not seen
+            called.assert_not_called()
             name = "sequence_parallel_attention, gradients"
             times = {"unfused": 9.0, "split/2": 8.0, "split/9": 7.0}
             comm.cache[tables_of] = {"a test": (FusedTime(name, 2, False, (1, 12, 4, 4, 8), 4, times),)}
@@ -192,7 +183,7 @@ def test_auto_takes_what_was_measured(group: dist.ProcessGroup) -> None:
             same(step(comm, given), right, "measured")
             with torch.no_grad():
                 ops.sequence_parallel_attention(comm, *given[:3])  # nothing was measured without gradients
-            assert seen == [2]
+            assert [call.args[1] for call in called.call_args_list] == [2]
 
 
 @on_ranks(2)
@@ -204,7 +195,8 @@ def test_what_is_refused_on_one_rank_is_told_to_the_others(group: dist.ProcessGr
             with pytest.raises((ValueError, PeerError, MismatchError)) as caught:
                 step(comm, given, chunks=wrong if is_wrong else 2)
                 comm.synchronize()
-            assert "chunks (value=" in str(caught.value) and "allowed=auto, 1..2)" in str(caught.value)
+            assert "chunks of the 2 heads of k and v of a rank (value=" in str(caught.value)
+            assert "allowed=auto, 1..2)" in str(caught.value)
         with pytest.raises(RuntimeError, match="once_differentiable|differentiated twice|twice"):
             inputs = [tensor.clone().requires_grad_() for tensor in given[:3]]
             result = ops.sequence_parallel_attention(comm, *inputs, chunks=2)

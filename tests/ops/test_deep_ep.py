@@ -15,7 +15,6 @@ import torch.distributed as dist
 from fused_ops import Draws, check_close, draws_of, fused
 from marks import long
 from on_ranks import on_ranks
-from ranks import crew
 
 from sidelane import deep_ep
 from sidelane.errors import MismatchError, PeerError, UnavailableError
@@ -108,26 +107,9 @@ def layout_of(buffer: deep_ep.Buffer, drawn: Drawn, chosen: torch.Tensor, **opti
 
 
 @on_ranks(1, 2, long(3), interpreted=True, calls=4)
+@on_ranks(long(8), interpreted=True, timeout_s=300, calls=3)
 @on_ranks(gpu=fused, timeout_s=240, calls=40)
 def test_tokens_are_dispatched_and_combined(group: dist.ProcessGroup, calls: int) -> None:
-    dispatch_and_combine(group, calls)
-
-
-@on_ranks(1, 2, long(3), interpreted=True, calls=4)
-@on_ranks(gpu=fused, timeout_s=240, calls=40)
-def test_tokens_go_to_slots_of_experts_and_back(group: dist.ProcessGroup, calls: int) -> None:
-    slots_and_back(group, calls)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("function", ["dispatch_and_combine", "slots_and_back"])
-def test_eight_ranks(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with crew(8) as ranks:
-        ranks.run(globals()[function], 8, 3, timeout_s=300)
-
-
-def dispatch_and_combine(group: dist.ProcessGroup, calls: int) -> None:
     """Any numbers of tokens, with and without float8, again by a handle, and back: bytes of a reference."""
     with buffer_of(group) as buffer:
         n, rank, draws, device = buffer.group_size, buffer.rank, draws_of(buffer.comm), buffer.comm.device
@@ -185,7 +167,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().cpu().view(torch.uint8)
 
 
-def slots_and_back(group: dist.ProcessGroup, calls: int) -> None:
+@on_ranks(1, 2, long(3), interpreted=True, calls=4)
+@on_ranks(long(8), interpreted=True, timeout_s=300, calls=3)
+@on_ranks(gpu=fused, timeout_s=240, calls=40)
+def test_tokens_go_to_slots_of_experts_and_back(group: dist.ProcessGroup, calls: int) -> None:
     """Low latency: rows, scales and numbers of each expert, and weighted sums, against a reference."""
     with buffer_of(group, low_latency_mode=True) as buffer:
         n, rank, draws, device = buffer.group_size, buffer.rank, draws_of(buffer.comm), buffer.comm.device

@@ -226,7 +226,7 @@ class DeepEpBuffer:
         alike = columns, dtype, units, [part.shape[1] for part in beside]
 
         def send(handle: DispatchHandle, more: list[Tensor]) -> tuple[Any, list[Tensor]]:
-            rows = values.contiguous().view(torch.float16) if beside else in_rows(values)
+            rows = in_rows(values.contiguous()).view(torch.float16) if beside else in_rows(values)
             found = send_tokens(comm, rows, handle, units).view(dtype)
             words = send_beside(comm, beside + more, handle, units)
             return (found, words[0]) if beside else found, words[len(beside) :]

@@ -72,10 +72,11 @@ def sequence_parallel_attention(
         scale: factor of the products; None for 1 / sqrt(D).
         dropout_p: probability of dropping a weight, drawn by each rank's own generator.
         sequence_length: S, split as ``torch.tensor_split`` does; None: all ranks have as many positions.
-        chunks: number of chunks of heads, the same on all ranks, up to the groups of heads over N; or ``auto``: what
-            was measured to be fastest, 1 where nothing was. Chunks keep symmetric memory for q, k, v and the result of
-            all chunks, and as much again for gradients, of each shape. Ranks with fewer than two positions,
-            ``torch.compile`` and autocast have one chunk.
+        chunks: number of chunks of heads, the same on all ranks, up to the number of groups over N, which is K / N
+            where a rank has a head of k and v or more, and 1 elsewhere; or ``auto``: what was measured to be fastest,
+            1 where nothing was. Chunks keep symmetric memory for q, k, v and the result of all chunks, and as much
+            again for gradients, of each shape. Ranks with fewer than two positions, ``torch.compile`` and autocast have
+            one chunk.
 
     Returns:
         Tensor [B, S / N, H, size of v's heads].
@@ -93,7 +94,9 @@ def sequence_parallel_attention(
         repeats = repeats_of(q.shape[_HEADS], k.shape[_HEADS], comm.world_size)
         most = most_chunks(k.shape[_HEADS] * repeats, comm.world_size)
         if chunks != AUTO and (isinstance(chunks, bool) or not isinstance(chunks, int) or not 1 <= chunks <= most):
-            raise ValueError(f"{NAME}: chunks (value={chunks!r}, allowed={AUTO}, 1..{most})")
+            raise ValueError(
+                f"{NAME}: chunks of the {most} heads of k and v of a rank (value={chunks!r}, allowed={AUTO}, 1..{most})"
+            )
     n, positions, heads = comm.world_size, q.shape[_POSITIONS], q.shape[_HEADS]
     length = n * positions if sequence_length is None else sequence_length
     if repeats > 1:

@@ -67,8 +67,11 @@ _ARGUMENT_INDICES = 4, 5, 6, 7
 
 
 def _too_large(sizes: ProblemSizes) -> str:
-    is_large = math.prod(sizes) > CELLS_ELEMENTS
-    return f"fused takes up to {CELLS_ELEMENTS} elements of the partial result" if is_large else ""
+    return (
+        ""
+        if math.prod(sizes) <= CELLS_ELEMENTS
+        else f"fused takes up to {CELLS_ELEMENTS} elements of the partial result"
+    )
 
 
 OPERATOR = FusedOperator(NAME, ("tokens", "heads", "elements of a head"), has_sum=True, too_large=_too_large)
@@ -174,17 +177,18 @@ def combine_attention(
 
     Args:
         comm: communicator of the ranks.
-        partial: attention of all heads to this rank's part of the context, [T, H, D], contiguous: float32, float16 or
-            bfloat16. T is the same on all ranks, or the ranks of a fused call wait for the whole time-out, whose error
-            names their numbers; H is N or more, and need not be a multiple of N.
+        partial: attention of all heads to this rank's part of the context, [T, H, D]: float32, float16 or bfloat16. It
+            is copied if it is not contiguous, or at no multiple of 4 bytes. T is the same on all ranks, or the ranks of
+            a fused call wait for the whole time-out, whose error names their numbers; H is N or more, and need not be a
+            multiple of N.
         lse: logarithm of the sum of exponentials of each row, float32, [T, H], with any strides. -inf, inf and NaN
             say that there was nothing to attend to: the row is not read.
-        out: tensor for the result, contiguous; None makes one.
+        out: tensor for the result, contiguous, at a multiple of 4 bytes; None makes one.
         out_lse: tensor for its lse, contiguous; None makes one.
         base: base of the logarithms, which FlashAttention has as e and FlashInfer as 2.
         method: ``fused`` (rows of whole words of 4 bytes, up to 8 KB), ``unfused`` (an all-to-all, and a merge by
-            PyTorch), or ``auto``: unfused if that was measured to be faster (``ops.explain``), or ``partial`` has more
-            than 8,388,608 elements.
+            PyTorch), or ``auto``: unfused if that was measured to be faster (``ops.explain``), ``partial`` has more
+            than 8,388,608 elements, or the ranks are CPU ranks without Triton's interpreter.
 
     Returns:
         Tensors [T, h, D] and [T, h] of this rank's h heads, those of ``torch.tensor_split``. A row without anything to
@@ -201,11 +205,12 @@ def combine_attention(
         tokens, heads, size = partial.shape
         most, row_bytes = power_of_two(tokens), size * partial.itemsize
         key = NAME, most, heads, size, partial.dtype
-        is_whole = row_bytes % 4 == 0 and 4 <= row_bytes <= MOST_ROW_BYTES and partial.data_ptr() % 4 == 0
+        is_whole = row_bytes % 4 == 0 and 4 <= row_bytes <= MOST_ROW_BYTES
         if method == FUSED and not is_whole:
-            given = f"{row_bytes} at address {partial.data_ptr():#x}"
-            allowed = f"whole words of 4 bytes, up to {MOST_ROW_BYTES} bytes"
-            raise ValueError(f"{NAME}: bytes of a row of a fused call (value={given}, allowed={allowed})")
+            raise ValueError(
+                f"{NAME}: bytes of a row of a fused call (value={row_bytes}, allowed=multiples of 4 in "
+                f"4..{MOST_ROW_BYTES})"
+            )
 
         def fused(pieces: int) -> CachedLaunch:
             handle = cached_object(comm, key, lambda: CombineAttention(comm, most, heads, size, partial.dtype))
@@ -217,8 +222,12 @@ def combine_attention(
         }
         return OperatorCall(key, (most, heads, size), partial.itemsize, make, () if is_whole else (FUSED,))
 
-    launch = OPERATOR.launch(comm, (base,), (partial, lse, out, out_lse), check, method)
-    found: tuple[Tensor, Tensor] = launch(partial, lse, out, out_lse, base)
+    misaligned = isinstance(out, Tensor) and out.data_ptr() % 4  # it is refused, whatever was called before
+    launch = OPERATOR.launch(comm, (base, misaligned), (partial, lse, out, out_lse), check, method)
+    is_plain = partial.is_contiguous() and partial.data_ptr() % 4 == 0
+    found: tuple[Tensor, Tensor] = launch(
+        partial if is_plain else partial.clone(memory_format=torch.contiguous_format), lse, out, out_lse, base
+    )
     return found
 
 
@@ -255,18 +264,20 @@ def _check(comm: Communicator, partial: object, lse: object, out: object, out_ls
     if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base < math.inf:
         raise ValueError(f"{NAME}: base (value={base!r}, allowed=a number above 1: e, 2)")
     own = even_parts(heads, n)[comm.rank]
-    shapes = {
-        "partial": (partial, (tokens, heads, size), partial.dtype),
-        "out": (out, (tokens, own, size), partial.dtype),
-        "out_lse": (out_lse, (tokens, own), torch.float32),
-    }
-    for name, (given, shape, dtype) in shapes.items():
+    for name, given, shape, dtype in (
+        ("out", out, (tokens, own, size), partial.dtype),
+        ("out_lse", out_lse, (tokens, own), torch.float32),
+    ):
         if given is None:
             continue
         tensor = check_tensor(NAME, name, given, comm.device, (dtype,), (len(shape),))
-        if tensor.shape != shape or not tensor.is_contiguous() or (tensor.data_ptr() % 4 and name == "out"):
-            value = f"{tuple(tensor.shape)} at {tensor.data_ptr():#x}"
-            raise ValueError(f"{NAME}: {name} (value={value}, allowed={shape}, contiguous, from a multiple of 4 on)")
+        for is_right, what, value, allowed in (
+            (tensor.shape == shape, "shape", tuple(tensor.shape), shape),
+            (tensor.is_contiguous(), "strides", tensor.stride(), torch.empty(shape, device="meta").stride()),
+            (tensor.data_ptr() % 4 == 0, "address", hex(tensor.data_ptr()), "multiples of 4"),
+        ):
+            if not is_right:
+                raise ValueError(f"{NAME}: {what} of {name} (value={value}, allowed={allowed})")
 
 
 @triton.jit

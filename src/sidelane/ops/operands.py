@@ -271,8 +271,15 @@ def apart_from(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def in_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose neighbours in its last dimension are neighbours in memory, as kernels require."""
-    return matrix if matrix.shape[-1] <= 1 or matrix.stride(-1) == 1 else matrix.contiguous()
+    """Return a tensor whose neighbours in its last dimension are neighbours in memory, as kernels require.
+
+    ``contiguous`` would return an expanded tensor of no elements as it is:
+
+    >>> in_rows(torch.ones(1).expand(0, 3)).stride()
+    (3, 1)
+    """
+    whole = torch.contiguous_format
+    return matrix if matrix.shape[-1] <= 1 or matrix.stride(-1) == 1 else matrix.clone(memory_format=whole)
 
 
 def in_rows_or_columns(matrix: torch.Tensor) -> torch.Tensor:

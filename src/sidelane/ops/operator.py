@@ -26,7 +26,7 @@ from sidelane.choice.key import key_here
 from sidelane.choice.selection import Selection
 from sidelane.choice.store import fused_times
 from sidelane.errors import UnavailableError, in_no_order
-from sidelane.ops.handle import check_choice, is_captured, reporting_refusals
+from sidelane.ops.handle import INTERPRETED, check_choice, is_captured, reporting_refusals
 from sidelane.session import Communicator
 from sidelane.session.answers import lookup, remember
 
@@ -108,6 +108,11 @@ def host_objection(ranks: int, nbytes: int) -> str:
         return "no kernel through host memory has run on AMD's GPUs"
     most = HOST_CELLS_BYTES // max(1, ranks - 1)
     return f"fused takes up to {most} bytes through host memory" if nbytes > most else ""
+
+
+def runs_kernels(comm: Communicator) -> bool:
+    """Return True unless this is a CPU rank whose environment lacks Triton's interpreter."""
+    return INTERPRETED or not comm.backend.hosts_meet
 
 
 def mean_of(columns: Sequence[Sequence[int]]) -> ProblemSizes:
@@ -210,8 +215,11 @@ class FusedOperator:
         if known is None:
             if captured:
                 return Method(self.captured[0])  # making it raises the error
-            sizes = self._agreed_sizes(comm, call.sizes)
-            eager, in_graph = (self._selected(comm, sizes, call, captured=is_in).candidate for is_in in (False, True))
+            sizes, has_kernels = self._agreed_sizes(comm, call.sizes)
+            eager, in_graph = (
+                self._selected(comm, sizes, call, captured=is_in, has_kernels=has_kernels).candidate
+                for is_in in (False, True)
+            )
             self._require_legal(comm, call, eager, captured=False)
             known = comm.cache[key] = eager, in_graph
             if comm.device.type != "cpu" and in_graph.name in call.make:
@@ -232,9 +240,14 @@ class FusedOperator:
         return [method for method in (self.captured if captured else self.methods) if method not in call.without]
 
     def _selected(
-        self, comm: Communicator, sizes: ProblemSizes, call: OperatorCall, *, captured: bool
+        self, comm: Communicator, sizes: ProblemSizes, call: OperatorCall, *, captured: bool, has_kernels: bool
     ) -> Selection[Method]:
-        reason, through_host = self.too_large(sizes), comm.backend.peers.through_host
+        through_host = comm.backend.peers.through_host
+        reason = (
+            "CPU ranks run kernels by Triton's interpreter only (TRITON_INTERPRET=1)"
+            if not has_kernels and FUSED in self.methods and UNFUSED in self._legal(call, captured=captured)
+            else self.too_large(sizes)
+        )
         if reason:
             return Selection(Method(UNFUSED), reason)
         found = choose_method(
@@ -253,18 +266,19 @@ class FusedOperator:
             return Selection(Method(UNFUSED if reason else FUSED), reason or "words with flags through host memory")
         return found
 
-    def _agreed_sizes(self, comm: Communicator, sizes: ProblemSizes) -> ProblemSizes:
-        """Return one list of sizes for all ranks, whose own may differ. Collective."""
+    def _agreed_sizes(self, comm: Communicator, sizes: ProblemSizes) -> tuple[ProblemSizes, bool]:
+        """Return one list of sizes for all ranks, whose own may differ, and whether kernels run on all. Collective."""
         tables_of(comm)
-        own = torch.tensor(sizes, dtype=torch.int64, device=comm.device)
-        of_all = torch.empty(comm.world_size * len(sizes), dtype=torch.int64, device=comm.device)
+        own = torch.tensor((runs_kernels(comm), *sizes), dtype=torch.int64, device=comm.device)
+        of_all = torch.empty(comm.world_size * len(own), dtype=torch.int64, device=comm.device)
         comm.all_gather(of_all, own)
         comm.synchronize()
-        return self.agreed(list(zip(*of_all.view(comm.world_size, -1).tolist(), strict=True)))
+        run, *columns = zip(*of_all.view(comm.world_size, -1).tolist(), strict=True)
+        return self.agreed(columns), all(run)
 
     def explain(self, comm: Communicator, call: OperatorCall, *, captured: bool) -> str:
         """Return the choice for a shape in words, with the order if the operator has one. See :func:`explain`."""
-        found = self._selected(comm, call.sizes, call, captured=captured)
+        found = self._selected(comm, call.sizes, call, captured=captured, has_kernels=runs_kernels(comm))
         if self.order is None or found.candidate.name != FUSED:
             return f"{self.name}: {found}"
         return f"{self.name}: {found}; order {self.order(comm.world_size, call.sizes)}"

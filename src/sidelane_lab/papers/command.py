@@ -271,9 +271,7 @@ def counted(verdicts: Sequence[ClaimVerdict]) -> list[str]:
     # A rule that mends a miss makes it "seen": this sum is what no change of role can better.
     told = [v for v in verdicts if v.role in (ClaimRole.SEEN, *PREDICTED) and not v.incomparable]
     if any(verdict.role is ClaimRole.SEEN for verdict in told):
-        lines.append(
-            f"seen, development and held out together: {sum(verdict.ok for verdict in told)} of {len(told)} right"
-        )
+        lines.append(f"seen and predicted together: {sum(verdict.ok for verdict in told)} of {len(told)} right")
     apart = [verdict for verdict in verdicts if verdict.incomparable]
     lines += [f"not comparable: {len(apart)}"] if apart else []
     if not any("/" in verdict.claim_id for verdict in verdicts):
