@@ -116,7 +116,10 @@ def verdict(model: Transformer, machine: Machine, left_gb: float, how: str = "")
     words = f"fits{how}", f"{left_gb:.0f} GB of each GPU are left"
     fits, left = words if left_gb >= 0 else (f"does not fit{how}", f"each GPU lacks {-left_gb:.0f} GB")
     size = (model.whole or model.total) / 1e9
-    return f"{model.name} ({size:{'.3g' if size < 999.5 else '.0f'}} B) {fits} on {machine.title}: {left} ({RUNS.get(machine.runs, machine.runs)})."
+    return (
+        f"{model.name} ({size:{'.3g' if size < 999.5 else '.0f'}} B) {fits} on {machine.title}: {left} "
+        f"({RUNS.get(machine.runs, machine.runs)})."
+    )
 
 
 def left_out(model: Transformer) -> list[str]:
