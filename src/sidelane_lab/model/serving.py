@@ -115,8 +115,11 @@ def verdict(model: Transformer, machine: Machine, left_gb: float, how: str = "")
     """Return the first line of an answer: does it fit, and by how much."""
     words = f"fits{how}", f"{left_gb:.0f} GB of each GPU are left"
     fits, left = words if left_gb >= 0 else (f"does not fit{how}", f"each GPU lacks {-left_gb:.0f} GB")
-    size = f"{(model.whole or model.total) / 1e9:.3g} B"
-    return f"{model.name} ({size}) {fits} on {machine.title}: {left} ({RUNS.get(machine.runs, machine.runs)})."
+    size = (model.whole or model.total) / 1e9
+    return (
+        f"{model.name} ({size:{'.3g' if size < 999.5 else '.0f'}} B) {fits} on {machine.title}: {left} "
+        f"({RUNS.get(machine.runs, machine.runs)})."
+    )
 
 
 def left_out(model: Transformer) -> list[str]:
