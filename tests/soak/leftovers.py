@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Collection
 from pathlib import Path
@@ -46,7 +47,8 @@ def shared_names(pids: Collection[int] = ()) -> set[str]:
     """Return names in this machine's shared memory: the library's, and those that hold the number of a process."""
     with contextlib.suppress(OSError):
         names = os.listdir("/dev/shm")
-        return {name for name in names if "sidelane" in name or any(str(pid) in name for pid in pids)}
+        numbers = {str(pid) for pid in pids}
+        return {name for name in names if "sidelane" in name or numbers & set(re.split(r"[^0-9A-Za-z]", name))}
     return set()
 
 
