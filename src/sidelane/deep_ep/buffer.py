@@ -109,7 +109,7 @@ class DeepEpBuffer:
 
     @staticmethod
     def capture() -> EventOverlap:
-        """Return an event behind all work of the current stream, for ``previous_event``."""
+        """Return an event after all work of the current stream, for ``previous_event``."""
         return EventOverlap(record_event())
 
     @staticmethod

@@ -55,7 +55,7 @@ class EventOverlap:
 
 
 def record_event() -> torch.cuda.Event | None:
-    """Return an event behind all work of the current stream; None without a GPU. It is ``EventHandle`` of DeepEP."""
+    """Return an event after all work of the current stream; None without a GPU. It is ``EventHandle`` of DeepEP."""
     return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
 

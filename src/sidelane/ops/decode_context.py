@@ -15,10 +15,10 @@ A row is a head of a token. Two places for each sender, for even and odd generat
 every rank has heads, so that it waits for rows of every other one in each launch. Cells are 0 before the first launch.
 
 Legend: N ranks; T tokens, MT most tokens of the handle; H heads, HM of a rank at most; D elements of a row; W words of
-4 bytes of a row, and behind them the word of its lse, in P lanes; PITCH cells from row to row, an even number, so that
-they are stored in pairs. ``partial`` int32
-[T, H, W], ``lse`` float32 [T, H] with any strides, ``output`` int32 [T, heads of the rank, W], ``output_lse`` float32
-[T, heads of the rank]; ``cells`` int64 [2, N, MT, HM, PITCH]. ONE if no block has more than one row.
+4 bytes of a row, followed by the word of its lse, in P lanes; PITCH cells from row to row, an even number, so that they
+are stored in pairs. ``partial`` int32 [T, H, W], ``lse`` float32 [T, H] with any strides, ``output`` int32 [T, heads of
+the rank, W], ``output_lse`` float32 [T, heads of the rank]; ``cells`` int64 [2, N, MT, HM, PITCH]. ONE if no block has
+more than one row.
 """
 
 from __future__ import annotations
