@@ -51,6 +51,8 @@ def import_ahead(config: pytest.Config) -> None:
     import torch
     from cpu_seconds import servers
 
+    from sidelane.native import load_replays
+
     if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
         return
     processes.PRELOADED = ("imported_ahead", *processes.PRELOADED)
@@ -63,6 +65,7 @@ def import_ahead(config: pytest.Config) -> None:
             pytest.skip("it starts ranks")
         if servers:
             return type(server).ensure_running(server)
+        load_replays()  # compiled ahead: ranks would do so beside their first calls, and tests count what it makes
         streams = sys.stdout, sys.stderr  # a test may have others in their place, which would be lost
         try:
             with pytest.MonkeyPatch.context() as patch, capture.global_and_fixture_disabled():

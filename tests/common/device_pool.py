@@ -49,7 +49,7 @@ class Pool:
 
     def __init__(self, world_size: int, *, environment: Mapping[str, str] | None = None) -> None:
         self.broken = False
-        load_replays()  # compiled ahead: ranks would do so beside their first calls, and tests count what it makes
+        load_replays()  # compiled ahead, as for other ranks (conftest.py)
         spawn = multiprocessing.get_context("spawn")
         self._store = store_on_loopback()  # here, so that no other process can take the port before a rank does
         self._pipes: list[connection.Connection] = []

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,7 +77,7 @@ def all_to_all_single(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: b
     uneven = torch.zeros(sum(received), 3, dtype=dtype)
     given = data(3 * sum(sent), dtype, rank).view(-1, 3)
     # Megatron-core gives arrays.
-    sizes = [torch.tensor(each).numpy() if a else each for each in (received, sent)]
+    sizes = [np.array(each) if a else each for each in (received, sent)]
     ended(dist.all_to_all_single(uneven, given, *sizes, group=group, async_op=a), a)
     return [even, uneven]
 

@@ -280,7 +280,8 @@ class FilledLate(deep_ep.EventOverlap):
         self.values, self.given = values, [torch.zeros_like(each.t().contiguous()).t() for each in values]
         if values[0].is_cuda:
             torch.cuda.synchronize()
-            with torch.cuda.stream(torch.cuda.Stream()) as stream:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
                 torch.cuda._sleep(50_000_000)
                 self.fill()
             self.event = stream.record_event()

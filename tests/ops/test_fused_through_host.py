@@ -71,7 +71,7 @@ def test_norms_through_host_memory(group: dist.ProcessGroup, hiddens: tuple[int,
                 assert (torch.stack(apart).amin(0) <= allowed).all(), (hidden, dtype, tokens)
             without = normalised(xs, torch.zeros_like(residual), weight)
             compared += zip(ops.all_reduce_rms_norm(comm, x, None, factors), without, strict=True)
-            places = {"out": x.clone(), "residual_out": before}
+            places = {"out": x.clone(), "residual_out": before, "method": "fused"}
             again = ops.all_reduce_rms_norm(comm, places["out"], before, factors, **places)
             assert all(map(same_bytes, again, found))
             compared += zip(again, right, strict=True)
@@ -116,7 +116,7 @@ def test_operators_in_graphs_through_host_memory(group: dist.ProcessGroup) -> No
             x.copy_(xs[comm.rank])
             before.fill_(step)
             vector.copy_(vectors[comm.rank])
-            right = [*normalised(xs, torch.full((4, 4096), float(step)), torch.ones(4096, device="cpu"))]
+            right = [*normalised(xs, torch.full((4, 4096), float(step), device="cpu"), weight.cpu())]
             right.append(torch.stack(vectors).double().sum(0).sum(1, keepdim=True).expand(1, 1024))
             graph.replay()
             compared += zip([one.clone() for one in found], right, strict=True)
