@@ -6,7 +6,6 @@ Shapes, dtypes, devices and overlaps are checked here only.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -99,8 +98,7 @@ class Arguments:
         gathered = self._parts("output", dims.gathered, f"gather_dim {gather_dim}", output.shape[gather_dim])
         whole = list(input.shape)
         whole[gather_dim] = output.shape[gather_dim]
-        extents = _extent(input, scatter_dim), _extent(output, gather_dim)
-        made = Resharding(tuple(whole), input.element_size(), scatter_dim, gather_dim, scattered, gathered, *extents)
+        made = Resharding(tuple(whole), input.element_size(), scatter_dim, gather_dim, scattered, gathered)
         for name, tensor, buffer in (("input", input, Buffer.INPUT), ("output", output, Buffer.OUTPUT)):
             allowed = made.shape_of(self.rank, buffer)
             if tuple(tensor.shape) != allowed:
@@ -109,7 +107,7 @@ class Arguments:
                     f"{self.world_size}, allowed={[*allowed]}); scatter_dim={scatter_dim} by {[*scattered]}, "
                     f"gather_dim={gather_dim} by {[*gathered]}, input={list(input.shape)}, output={list(output.shape)}"
                 )
-        output_region, input_region = self.regions("all_to_all", output, input, slices=tuple(map(bool, extents[::-1])))
+        output_region, input_region = self.regions("all_to_all", output, input)
         self._apart("all_to_all", output_region, input_region)
         # A rank without bytes has no offset to agree on: a tensor of which there is one counts as ordinary memory.
         if 0 in gathered:
@@ -223,14 +221,10 @@ class Arguments:
                 f"({name}={whole.numel()}, {part_name}={part.numel()}, allowed {name}={allowed})"
             )
 
-    def regions(self, function: str, *tensors: torch.Tensor, slices: tuple[bool, ...] = ()) -> tuple[Region, ...]:
-        """Return the regions of tensors. Raises TypeError or ValueError for what no call accepts.
-
-        ``slices``: tensors that are slices of contiguous ones, whose regions go from their first byte to their last.
-        """
+    def regions(self, function: str, *tensors: torch.Tensor) -> tuple[Region, ...]:
+        """Return the regions of tensors. Raises TypeError or ValueError for what no call accepts."""
         check_tensors(function, *tensors)
-        slices = slices or (False,) * len(tensors)
-        for tensor, is_slice in zip(tensors, slices, strict=True):
+        for tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise ValueError(f"{function}: layout (value={tensor.layout}, allowed=torch.strided)")
             if tensor.is_conj() or tensor.is_neg():
@@ -239,17 +233,12 @@ class Arguments:
                 )
             if tensor.device != self.device:
                 raise ValueError(f"{function}: device (value={tensor.device}, allowed={self.device})")
-            if not (is_slice or tensor.is_contiguous()):
+            if not tensor.is_contiguous():
                 raise ValueError(
                     f"{function}: tensors must be contiguous, as tensor.contiguous() makes them "
                     f"(strides={tensor.stride()}, shape={tuple(tensor.shape)})"
                 )
-        found = [self.locate(tensor) for tensor in tensors]
-        for number, tensor in enumerate(tensors):
-            if slices[number]:
-                last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-                found[number] = dataclasses.replace(found[number], nbytes=(last + 1) * tensor.itemsize)
-        return tuple(found)
+        return tuple(self.locate(tensor) for tensor in tensors)
 
     def locate(self, tensor: torch.Tensor) -> Region:
         """Return the region of a contiguous tensor; in a pool it is symmetric once the ranks have compared offsets.
@@ -332,24 +321,6 @@ def _dimensions(output: torch.Tensor, input: torch.Tensor, dims: Dimensions) -> 
             f"all_to_all: scatter_dim and gather_dim must be two dimensions (value={dims.scatter}, {dims.gather})"
         )
     return scatter_dim, gather_dim
-
-
-def _extent(tensor: torch.Tensor, dim: int) -> int:
-    """Return the length of a dimension in the contiguous memory of which a tensor is a slice; 0 if it is no such slice.
-
-    >>> _extent(torch.empty(2, 3, 8, 4)[:, :, 2:5], 2), _extent(torch.empty(3, 8).t(), 0)
-    (8, 0)
-    """
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return 0
-    whole, inner = list(tensor.shape), math.prod(tensor.shape[dim + 1 :])
-    outer = [before for before in range(dim) if tensor.shape[before] > 1]
-    if not outer or not inner:
-        return 0
-    whole[dim] = tensor.stride(outer[-1]) // (inner * math.prod(tensor.shape[outer[-1] + 1 : dim]))
-    strides = [math.prod(whole[number + 1 :]) for number in range(tensor.dim())]
-    alike = (tensor.shape[number] == 1 or tensor.stride(number) == strides[number] for number in range(tensor.dim()))
-    return whole[dim] if whole[dim] >= tensor.shape[dim] and all(alike) else 0
 
 
 def _check_own(copies_own: object) -> None:

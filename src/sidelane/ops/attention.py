@@ -24,12 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sidelane.choice.fused import SPLIT, UNFUSED, choose_method
 from sidelane.errors import UnavailableError
 from sidelane.ops import library
-from sidelane.ops.chunked_attention import attend_in_chunks, most_chunks
 from sidelane.ops.handle import is_captured, reporting_refusals
-from sidelane.ops.operator import AUTO, tables_of
 from sidelane.session import Communicator
 
 NAME = "sequence_parallel_attention"
@@ -51,12 +48,10 @@ def sequence_parallel_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     sequence_length: int | None = None,
-    chunks: int | str = AUTO,
 ) -> Tensor:
     """Return this rank's positions of the attention over the positions of all ranks. Collective.
 
-    Two exchanges forward and two backward; q, k and v travel in one. In chunks of heads, exchanges of other chunks run
-    while one is computed (``chunked_attention.py``). It has gradients and is whole under
+    Two exchanges forward and two backward; q, k and v travel in one. It has gradients and is whole under
     ``torch.compile``, for which the communicator needs a number (``library.number_of(comm)``). The caller embeds
     positions (rotary, say) before, with the numbers that the positions have in the whole sequence: see
     :func:`sidelane.ops.sequence_positions`.
@@ -72,11 +67,6 @@ def sequence_parallel_attention(
         scale: factor of the products; None for 1 / sqrt(D).
         dropout_p: probability of dropping a weight, drawn by each rank's own generator.
         sequence_length: S, split as ``torch.tensor_split`` does; None: all ranks have as many positions.
-        chunks: number of chunks of heads, the same on all ranks, up to the number of groups over N, which is K / N
-            where a rank has a head of k and v or more, and 1 elsewhere; or ``auto``: what was measured to be fastest,
-            1 where nothing was. Chunks keep symmetric memory for q, k, v and the result of all chunks, and as much
-            again for gradients, of each shape. Ranks with fewer than two positions, ``torch.compile`` and autocast have
-            one chunk.
 
     Returns:
         Tensor [B, S / N, H, size of v's heads].
@@ -91,69 +81,25 @@ def sequence_parallel_attention(
             raise TypeError(f"{NAME}: scale (value={scale!r}, allowed=a number, or None)")
         if q.shape[_HEADS] < comm.world_size:
             raise ValueError(f"{NAME}: heads of q (value={q.shape[_HEADS]}, allowed={comm.world_size} and more)")
-        repeats = repeats_of(q.shape[_HEADS], k.shape[_HEADS], comm.world_size)
-        most = most_chunks(k.shape[_HEADS] * repeats, comm.world_size)
-        if chunks != AUTO and (isinstance(chunks, bool) or not isinstance(chunks, int) or not 1 <= chunks <= most):
-            raise ValueError(
-                f"{NAME}: chunks of the {most} heads of k and v of a rank (value={chunks!r}, allowed={AUTO}, 1..{most})"
-            )
     n, positions, heads = comm.world_size, q.shape[_POSITIONS], q.shape[_HEADS]
     length = n * positions if sequence_length is None else sequence_length
+    repeats = repeats_of(heads, k.shape[_HEADS], n)
     if repeats > 1:
         k, v = (tensor.repeat_interleave(repeats, _HEADS) for tensor in (k, v))
     number, groups = library.number_of(comm), k.shape[_HEADS]
     sharing = heads // groups
     given = [q.reshape(*q.shape[:_HEADS], groups, sharing * q.shape[-1]), k, v]
-
-    def attend(grouped: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query = grouped.reshape(*grouped.shape[:_HEADS], sharing * grouped.shape[_HEADS], q.shape[-1])
-        query, key, value = (tensor.transpose(_POSITIONS, _HEADS) for tensor in (query, key, value))
-        found = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=sharing > 1
-        )
-        rows = found.transpose(_POSITIONS, _HEADS)
-        return rows.reshape(*rows.shape[:_HEADS], rows.shape[_HEADS] // sharing, sharing * v.shape[-1])
-
-    count, is_plain = 1, not (torch.compiler.is_compiling() or torch.is_autocast_enabled(q.device.type))
-    if chunks != 1 and n > 1 and length >= 2 * n and is_plain:
-        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-        sizes = q.shape[0], length, heads, k.shape[_HEADS], q.shape[-1]
-        count = _measured_chunks(comm, sizes, q.dtype, is_causal, needs_grad) if chunks == AUTO else int(chunks)
-    if count > 1:
-        in_chunks = attend_in_chunks(comm, min(count, most), length, given, sharing * v.shape[-1], attend)
-        return in_chunks.reshape(*q.shape[:-1], v.shape[-1])
     there = torch.ops.sidelane.reshard(number, given, _HEADS, _POSITIONS, [length] * 3)
-    (back,) = torch.ops.sidelane.reshard(number, [attend(*there)], _POSITIONS, _HEADS, [groups])
+    queries = there[0].reshape(*there[0].shape[:_HEADS], sharing * there[0].shape[_HEADS], q.shape[-1])
+    query, key, value = (tensor.transpose(_POSITIONS, _HEADS) for tensor in (queries, *there[1:]))
+    found = functional.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=sharing > 1
+    )
+    rows = found.transpose(_POSITIONS, _HEADS)
+    rows = rows.reshape(*rows.shape[:_HEADS], rows.shape[_HEADS] // sharing, sharing * v.shape[-1])
+    (back,) = torch.ops.sidelane.reshard(number, [rows], _POSITIONS, _HEADS, [groups])
     result: Tensor = back.reshape(*q.shape[:-1], v.shape[-1])
     return result
-
-
-def _measured_chunks(
-    comm: Communicator, sizes: tuple[int, ...], dtype: torch.dtype, is_causal: bool, needs_grad: bool
-) -> int:
-    """Return the number of chunks that was measured to be fastest at a shape like this one; 1 if none was. Collective,
-    the first time.
-    """
-    captured = is_captured(comm)
-    key = NAME, sizes, dtype, is_causal, needs_grad, captured
-    known: int | None = comm.cache.get(key)
-    if known is None:
-        if captured and tables_of not in comm.cache:  # the tables cannot be sent there
-            return 1
-        op = ", ".join((NAME, *["causal"] * is_causal, *["gradients"] * needs_grad))
-        chosen = choose_method(
-            tables_of(comm),
-            op,
-            comm.world_size,
-            sizes,
-            ways=(UNFUSED, SPLIT),
-            element_bytes=dtype.itemsize,
-            captured=captured,
-            device_type=comm.device.type,
-            guesses=False,
-        ).candidate
-        known = comm.cache[key] = chosen.pieces if chosen.name == SPLIT else 1
-    return known
 
 
 def register_attention(comm: Communicator, name: str = "sidelane", *, sequence_length: int | None = None) -> None:

@@ -49,8 +49,6 @@ class Resharding:
         gather_dim: dimension of which an input has its rank's part, and an output everything.
         scattered: sizes of the parts of ``scatter_dim``, one for each rank.
         gathered: sizes of the parts of ``gather_dim``, one for each rank.
-        scatter_extent: length of ``scatter_dim`` in the memory of which each input is a slice; 0: inputs are whole.
-        gather_extent: length of ``gather_dim`` in the memory of which each output is a slice; 0: outputs are whole.
 
     >>> ulysses = Resharding((1, 4, 6, 8), 2, 2, 1, scattered=(3, 3), gathered=(2, 2))
     >>> ulysses.shape_of(0, Buffer.INPUT), ulysses.shape_of(0, Buffer.OUTPUT)
@@ -65,8 +63,6 @@ class Resharding:
     gather_dim: int
     scattered: tuple[int, ...]
     gathered: tuple[int, ...]
-    scatter_extent: int = 0
-    gather_extent: int = 0
 
     def collective(self, *, copies_own: bool) -> Collective:
         """Return the exchange, as the program sees it."""
@@ -91,13 +87,9 @@ class Resharding:
         A part is a slice of a contiguous tensor along one dimension: one row for each index of the dimensions before.
         """
         shape = self.shape_of(rank, buffer)
-        dim, sizes, extent = (
-            (self.scatter_dim, self.scattered, self.scatter_extent)
-            if buffer == Buffer.INPUT
-            else (self.gather_dim, self.gathered, self.gather_extent)
-        )
+        dim, sizes = (self.scatter_dim, self.scattered) if buffer == Buffer.INPUT else (self.gather_dim, self.gathered)
         rows, unit = math.prod(shape[:dim]), math.prod(shape[dim + 1 :]) * self.element_bytes
-        pitch = (extent or shape[dim]) * unit
+        pitch = shape[dim] * unit
         return tuple(
             PitchedPart(rows * first * unit, rows * size * unit, first * unit, size * unit, pitch)
             for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
@@ -107,13 +99,7 @@ class Resharding:
     def __str__(self) -> str:
         parts = [*self.scattered] if len({*self.scattered}) > 1 else self.scattered[0]
         others = [*self.gathered] if len({*self.gathered}) > 1 else self.gathered[0]
-        slices = f", slices of {self.scatter_extent} and {self.gather_extent}" if self.has_slices else ""
-        return f"{[*self.shape]} from dimension {self.gather_dim} by {others} to {self.scatter_dim} by {parts}{slices}"
-
-    @property
-    def has_slices(self) -> bool:
-        """True if inputs or outputs are slices of larger tensors."""
-        return bool(self.scatter_extent or self.gather_extent)
+        return f"{[*self.shape]} from dimension {self.gather_dim} by {others} to {self.scatter_dim} by {parts}"
 
 
 def even_parts(total: int, world_size: int) -> tuple[int, ...]:

@@ -370,8 +370,7 @@ class Communicator:
             scatter_dim: dimension of which part j of ``input`` is a slice. It makes this the exchange of sequence
                 parallelism, together with the next one: with 2 and 1, [B, S/N, H, D] becomes [B, S, H/N, D], and with 1
                 and 2 it comes back. Nothing is permuted before or after, and copy engines move everything. Not in
-                place. ``input`` may be a slice of a contiguous tensor along ``scatter_dim``, and ``output`` along
-                ``gather_dim``, on all ranks alike, if all have two rows of it and more.
+                place.
             gather_dim: dimension along which the parts are put together in ``output``. A length of these two that N
                 does not divide is split as by ``torch.tensor_split``, or by the split sizes: ``input_split_sizes`` are
                 those of ``scatter_dim`` then, and ``output_split_sizes`` of this one, the same on every rank.

@@ -125,12 +125,7 @@ class ReshardCall(ListedCall):
         dims = Dimensions(scatter, gather, scattered, gathered)
         self._singles = [SingleCall(Kind.ALL_TO_ALL, self._singles[0].tensors, (self._copies_own, dims))]
         shapes = tuple(getattr(tensor, "shape", None) for tensor in self.tensors)
-        strides = tuple(
-            tensor.stride()
-            for tensor in self.tensors
-            if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous() and tensor.layout is torch.strided
-        )
-        return ("dimensions", dims, own_part(self._copies_own), shapes, strides)
+        return ("dimensions", dims, own_part(self._copies_own), shapes)
 
     def check_variant(self, variant: str, abilities: Abilities) -> None:
         super().check_variant(variant, abilities)
