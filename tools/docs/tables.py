@@ -20,6 +20,7 @@ from docs.measured import EXCHANGE, GATHER, REDUCED, SCATTERED, Cells
 TABLES: dict[str, Callable[[], Cells]] = {
     "headline": headline.headline,
     "readme": headline.over_all_sizes,
+    "beside-a-gemm": headline.beside_a_gemm,
     "geometric-means-h200x4": lambda: of_collectives.geometric_means("h200x4"),
     "geometric-means-h200x2": lambda: of_collectives.geometric_means("h200x2"),
     "geometric-means-h100x2": lambda: of_collectives.geometric_means("h100x2", alone=True),
