@@ -55,6 +55,12 @@ def rows_of(*names: str) -> list[Row]:
     return [row for name in names for row in load(name)["rows"]]
 
 
+def run(file: str) -> str:
+    """Link a file, with its day, Sidelane's version and NCCL's."""
+    of = load(file)
+    return f"[{of['date'][5:10]}, {of['software']['sidelane']}, NCCL {of['software']['nccl']}](results/{file})"
+
+
 def best(rows: Iterable[Row], where: Where, column: str = "time_us") -> float | None:
     """Return the least of a column among rows that have all these values (one of a tuple's); None without any."""
     allowed = [(key, value if isinstance(value, tuple) else (value,)) for key, value in where.items()]
@@ -130,9 +136,9 @@ def each(places: Iterable[Where], rows: Sequence[Row], write: Callable[[float | 
     return "; ".join(write(best(rows, place)) for place in places)
 
 
-def ratio(rows: Sequence[Row], where: Where, theirs: Where, ours: Where) -> str:
+def ratio(rows: Sequence[Row], where: Where, theirs: Where, ours: Where, column: str = "time_us") -> str:
     """Return how many times as fast ours is as theirs."""
-    over, under = best(rows, {**where, **theirs}), best(rows, {**where, **ours})
+    over, under = best(rows, {**where, **theirs}, column), best(rows, {**where, **ours}, column)
     return two(over / under) if over is not None and under is not None else ""
 
 

@@ -36,28 +36,43 @@ from docs.measured import (
 
 MOVED_AND_REDUCED = (GATHER, EXCHANGE, SCATTERED, REDUCED)
 NEWEST = "collectives-nccl-2.32.json"
+WAYS = {"graph": "in CUDA graphs", "eager": "eager"}
+LISTS = {"broadcasts": "broadcasts", "lists": "lists of eight tensors"}
 ONE_CALL: Where = {"variant": ("one_shot", "two_shot", "b2b", "b2b+graph", "striped", "alternating")}
 SEPARATE = tuple(f"{name}+separate" for name in ("one_shot", "two_shot", "b2b", "b2b+graph", "striped", "alternating"))
 SIZES_OF_LISTS = [64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB, 256 * MIB]
 GROUP: Where = {"implementation": ("nccl", "nccl_ce"), "variant": ("", "window")}
 
 
-def geometric_means(machine: str, *, alone: bool = False) -> Cells:
-    """``auto`` against the best of NCCL and PyTorch, over every way to call that was measured; ``alone``: no lists."""
-    kinds = {"all-gather, all-to-all, reduce-scatter, all-reduce": ratios(rows_of(f"{machine}/collectives.json"))}
-    if not alone:
-        broadcasts = rows_of(f"{machine}/broadcasts.json")
-        # Broadcasts are measured by themselves (tools/measure_node.py): those that stand with other lists are older.
-        of_lists = [row for row in rows_of(f"{machine}/lists.json") if row["collective"] != BROADCAST]
-        kinds |= {
-            "broadcast in place": ratios(row for row in broadcasts if row["tensors"] == 1),
-            "lists of eight tensors, all five": ratios([*of_lists, *(row for row in broadcasts if row["tensors"] > 1)]),
-        }
-    cells = [["", "eager", "in graphs", "all"]]
-    for label, points in kinds.items():
-        means = [geometric_mean(points.values())]
-        means[:0] = [geometric_mean(v for k, v in points.items() if k[3] == launch) for launch in ("eager", "graph")]
-        cells.append([f"{label}: {len(points)} points", two(means[0]), two(means[1]), f"**{two(means[2])}**"])
+CLASSES = {
+    "below 1 MB": (0, MIB),
+    "1 to 32 MB": (MIB, 32 * MIB + 1),
+    "above": (32 * MIB + 1, 1 << 60),
+    "all": (0, 1 << 60),
+}
+
+
+def by_size(machine: str, *kinds: str, newest: bool = False) -> Cells:
+    """Return geometric means, by size class, of how many times as fast ``auto`` is as the best of NCCL and PyTorch.
+
+    Each way to call that was measured counts once. Kinds are ``graph``, ``eager``, ``broadcasts`` and ``lists``.
+    """
+    cells = [["times as fast", *CLASSES, "slower by 2%"]]
+    for kind in kinds:
+        name = NEWEST if newest else "collectives.json" if kind in WAYS else f"{kind}.json"
+        points = ratios(rows_of(f"{machine}/{name}"))
+        if kind in WAYS:
+            points = {key: value for key, value in points.items() if key[3] == kind}
+        elif kind == "broadcasts":
+            points = {key: value for key, value in points.items() if key[4] == 1}
+        else:  # broadcasts are measured by themselves (tools/measure_node.py): those beside other lists are older
+            broadcast = ratios(rows_of(f"{machine}/broadcasts.json"))
+            points = {key: value for key, value in points.items() if key[0] != BROADCAST}
+            points |= {key: value for key, value in broadcast.items() if key[4] != 1}
+        classes = [[v for k, v in points.items() if least <= k[1] < most] for least, most in CLASSES.values()]
+        means = [two(geometric_mean(values)) if values else "" for values in classes]
+        slower = f"{sum(value < 0.98 for value in points.values())} of {len(points)}"
+        cells.append([{**WAYS, **LISTS}[kind], *means[:-1], f"**{means[-1]}**", slower])
     return cells
 
 
