@@ -163,11 +163,9 @@ results: $(READY) ## measure a machine with GPUs: all that is published, into th
 wheel: $(READY) ## build the sdist and the wheels into dist, and try them where there is no C compiler
 	@PYTHONPATH=src $(BIN)/python tools/release.py
 
-docs: $(READY) ## build the site of docs/ into build/docs; a broken link, reference or example ends it
+docs: $(READY) ## build the site of docs/ into build/docs; a broken link or reference ends it
 	@$(BIN)/python -c "import furo, myst_parser, sphinx" 2>/dev/null || { echo "[sidelane] installing sidelane[docs]"; \
 	$(BIN)/python -c "$$DOCS_REQUIREMENTS" | xargs "$(PYTHON)" -m pip --python $(BIN)/python install -q; }
-	@echo "[sidelane] pages and examples"
-	@$(BIN)/python -m pytest -q tests/test_docs.py tests/test_guide.py
 	@echo "[sidelane] site"
 	@$(BIN)/python -m sphinx -q -E -W --keep-going -c tools/docs docs build/docs
 	@echo "[sidelane] build/docs/index.html"
