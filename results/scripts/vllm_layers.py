@@ -13,7 +13,8 @@ a row without a time.
 
 ``nccl``: custom all-reduce and symmetric memory off. ``custom``, ``symm_mem``: one of them. ``vllm``: vLLM's defaults.
 ``sidelane``: the plug-in's communicator. ``sidelane_norm``: the same with the operator that the plug-in's pass inserts.
-The model ``sums`` is 64 all-reduces of [sequences, 4096], each with vLLM's norm behind it: what a size of sums takes.
+The model ``sums`` is 64 all-reduces of [sequences, 4096], each with the norm after it: what a size of sums takes. It is
+measured for all powers of two up to the most sequences.
 """
 
 from __future__ import annotations
@@ -294,7 +295,10 @@ def main() -> None:
     if GPUS:
         torch.cuda.set_device(rank)
     os.environ["VLLM_DIST_IDENT"] = f"layers-{os.getppid()}"
-    rows = []
+    rows: list[dict[str, Any]] = []
+    device, count = provenance.accelerator_name() if GPUS else (provenance.processor_name(), 0)
+    about = {"study": "servers", "device": device, "gpus": count, "ranks": ranks, "commit": provenance.commit()}
+    about |= {"command": provenance.command_line(), "software": provenance.software_versions()}
     if envs.VLLM_BATCH_INVARIANT:  # as vLLM's workers begin; vLLM's norm does not become one call with the sum there
         options.ways = [name for name in options.ways if name != "sidelane_norm"]
         if GPUS:
@@ -310,7 +314,8 @@ def main() -> None:
         made = communicators(options.ways)
         for model in options.models:
             decoder = decoder_of(model)
-            for sequences in options.sequences:
+            doubled = [1 << at for at in range(max(options.sequences).bit_length())]  # sums decide which sizes go back
+            for sequences in doubled if model == "sums" else options.sequences:
                 try:
                     rows += measure(model, decoder, sequences, made, options)
                 except Exception:
@@ -318,12 +323,9 @@ def main() -> None:
                     continue
                 for row in rows[-len(made) :] if rank == 0 else ():
                     print(" ".join(f"{key}={row[key]}" for key in SHOWN), flush=True)
+                if options.out and rank == 0:
+                    options.out.write_text(json.dumps({**about, "rows": rows}, indent=1))
             del decoder
-    device, count = provenance.accelerator_name() if GPUS else (provenance.processor_name(), 0)
-    about = {"study": "servers", "device": device, "gpus": count, "ranks": ranks, "commit": provenance.commit()}
-    about |= {"command": provenance.command_line(), "software": provenance.software_versions()}
-    if options.out and rank == 0:
-        options.out.write_text(json.dumps({**about, "rows": rows}, indent=1))
     dist.destroy_process_group()
 
 
