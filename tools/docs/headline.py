@@ -45,10 +45,10 @@ Line = tuple[str, str, str, str, Where, tuple[Where, Where], tuple[str, str]]
 LINES: list[Line] = [
     ("token of Llama 3.1 8B, 8 sequences, CUDA graph", GROUP, KERNELS, E2E,
      {"launch": "graph", "size": "llama-3.1-8b-x8"}, WAY, MS),
-    ("the same in vLLM 0.26.0's layers, and vLLM's own kernel", "plug-in", KERNELS, "h200x2/servers.json",
+    ("the same in vLLM 0.26.0's layers, compared with vLLM's kernel", "plug-in", KERNELS, "h200x2/servers.json",
      {"model": "llama-3.1-8b", "sequences": 8, "peers": "nvlink", "batch_invariant": False},
      ({"implementation": "vllm"}, {"implementation": "sidelane"}), ("ms_per_token", "ms")),
-    ("its token, 1 sequence, without peer access", GROUP, KERNELS, "h200x2/no-peers-decode.json",
+    ("token of Llama 3.1 8B, 1 sequence, no peer access, CUDA graph", GROUP, KERNELS, "h200x2/no-peers-decode.json",
      {"launch": "graph", "size": "llama-3.1-8b-x1"}, WAY, MS),
     ("FSDP2 step, 4 layers of Llama 70B, 1 x 2048 tokens", ENABLE, COPIES, FSDP,
      {"model": "llama-70b-like", "seq": 2048}, STEP, MS),
@@ -72,7 +72,7 @@ LINES: list[Line] = [
 
 def headline() -> Cells:
     """Return a line for each question of a user: one row of a file, and the best of the other side there."""
-    cells = [["what", "door", "moved by", "the other, at its best", "Sidelane", "times as fast", "measured"]]
+    cells = [["what", "door", "moved by", "the other side", "Sidelane", "times as fast", "measured"]]
     for what, door, by, file, where, sides, (column, unit) in LINES:
         both = [best(rows_of(file), {**where, **side}, column) for side in sides]
         assert all(both), f"{file} lacks a row of {where}"

@@ -1,6 +1,6 @@
 """Meaning of each collective: where its bytes start, where they must end, and how they are combined.
 
-Every collective is a set of chunks: the bytes of rank ``i``'s input that belong into rank ``j``'s output. Builders turn
+Every collective is a set of chunks: the bytes of rank ``i``'s input that belong in rank ``j``'s output. Builders turn
 chunks into commands; ``verify`` checks the outcome against this file only.
 """
 
@@ -145,11 +145,11 @@ class Collective:
     Attributes:
         kind: kind of the collective.
         world_size: ranks in the group.
-        counts: ``counts[i][j]`` bytes of rank i's input belong into rank j's output.
+        counts: ``counts[i][j]`` bytes of rank i's input belong in rank j's output.
         in_place: input and output share memory, as torch.distributed defines it for each kind (see ``input_span``).
         root: root of broadcast, scatter and gather.
         reduction: reduction of reduce_scatter and all_reduce.
-        copies_own: False: bytes of a rank's input that belong into its own output stay where they are, and their place
+        copies_own: False: bytes of a rank's input that belong in its own output stay where they are, and their place
             in the output is left as it was. All_to_all only.
 
     Raises:

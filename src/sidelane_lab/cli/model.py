@@ -204,7 +204,7 @@ class PlanOptions(CommandOptions):
     """
 
     examples = (
-        ("sidelane plan --model 7B --machine 8xh100", "I train 7 B with FSDP2 on eight H100s"),
+        ("sidelane plan --model 7B --machine 8xh100", "a 7B model with FSDP2 on eight H100s"),
         ("sidelane plan --model 70B --machine 2x8xh100 --tp 8", "70 B on two nodes, tensor parallel in each"),
         ("sidelane plan --model Mixtral-8x7B --machine 8xh200 --ep 8", "experts on all ranks"),
         ("sidelane plan --model ./config.json --machine DGX-H100", "my model, from its configuration"),

@@ -369,7 +369,7 @@ def plan_table(plans: Sequence[TrainingPlan]) -> Table:
         "a pass: without embedding, head, optimizer and collectives of --tp, --cp and --ep (the first lines have them)",
         "GB: of a GPU; (no): it has less",
         "ways to shard that do not fit are left out, unless they are asked for",
-        "exposed: more than a step has that communicates nothing and copies out of buffers; %: of the step",
+        "exposed: step time minus that of a step without communication and copies out of buffers; %: of the step",
         "dma: on copy engines; both: all-gathers and reduce-scatters; straight: without copies out of buffers",
     ]
     if is_among:

@@ -36,7 +36,7 @@ MOST_PANELS = 4
 """Number of panels beside each other that can be read."""
 PANEL_INCHES = 3.4
 """Height of a row of panels."""
-NO_POINTS = "its points have no labels in the text: means and limits only"
+NO_POINTS = "the text of the paper gives only means and limits"
 NAMES_OF_PAPERS = {
     "000": "ConCCL paper",
     "001": "Fused operators paper",

@@ -120,7 +120,7 @@ def _pairs_table(machine: Machine, rows: Sequence[C3Row]) -> Table:
     notes = (
         "100: both at once take as long as the longer alone; 0: as long as one after the other, by the faster of the "
         "library's collective and that of copy engines",
-        f"{UNDEFINED}: not defined, since there is less than 5% to gain, or more is lost than could be gained",
+        f"{UNDEFINED}: not meaningful (less than 5% to gain, or a net loss)",
         *([] if example is None else [_units_note(example)]),
         "class: the longer of the two alone, the GEMM (G) or the collective (C); lib.: the vendor library's collective",
         "strategies: " + "; ".join(f"{head}: {named(head).recipe.replace(';', ',')}" for head in heads),
