@@ -25,7 +25,6 @@ IMAGES = {
     "all-reduce-h200x2": ("h200x2/collectives.json", "all_reduce-bfloat16-in-place-graph"),
     "c3-h200x4": ("h200x4/c3.json", "c3-all_to_all"),
     "c3-engines-h200x2": ("h200x2/c3.json", "c3-engines"),
-    "c3-units-h200x2": ("h200x2/isolated.json", "isolated-units"),
     "e2e-decode-h200x2": ("h200x2/e2e.json", "e2e-decode-graph"),
     "e2e-experts-h200x2": ("h200x2/e2e.json", "e2e-experts-graph"),
     "e2e-recommendation-h200x2": ("h200x2/e2e.json", "e2e-recommendation-graph"),

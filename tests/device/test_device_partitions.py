@@ -169,7 +169,7 @@ def test_isolated_times_on_one_gpu(tmp_path: Path) -> None:
     assert results is not None
     rows = list(results.rows)
     means = {row.means for row in rows if row.what == "gemm" and row.units and row.time_us}  # type: ignore[union-attr]
-    assert {"split", "grid"} <= means, [row.note for row in rows]
+    assert {"split"} <= means, [row.note for row in rows]
     assert any(row.what == "beside" and row.time_us for row in rows)  # type: ignore[union-attr]
     gemm = parse_workload("4096x4096x4096_1M").gemm
     assert units_to_spare(isolated_of(rows), gemm).reason  # type: ignore[arg-type]

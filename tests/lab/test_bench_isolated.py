@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,17 +17,19 @@ from sidelane.c3.strategies import named
 from sidelane.program.collective import Kind
 from sidelane_lab.harness import running
 from sidelane_lab.harness.launch import Rank, RankFailedError
-from sidelane_lab.harness.report import draw, tables_of
+from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read, write
 from sidelane_lab.pairs.heuristics import units_for
 from sidelane_lab.pairs.isolated import isolated_file, isolated_of, isolated_times
 from sidelane_lab.pairs.pair import GEMM
 from sidelane_lab.pairs.sweep import HeuristicRow
 from sidelane_lab.pairs.workload import Bound, Workload, gemm_of, parse_workload
+from sidelane_lab.papers.conccl_figures import counted_bandwidth
+from sidelane_lab.papers.files import ResultFile
 from sidelane_lab.studies.c3.bench import is_bound_by_memory
 from sidelane_lab.studies.c3.comparison import judge
 from sidelane_lab.studies.c3.heuristics import HeuristicsOptions
-from sidelane_lab.studies.tune import isolated_measure
+from sidelane_lab.studies.tune import counters
 from sidelane_lab.studies.tune.isolated import IsolatedOptions, batches_of
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, key_of
 
@@ -56,7 +57,7 @@ ROWS = (
     row(units=8, time_us=1530.0),
     row(units=64, time_us=2700.0),
     row(means="grid", time_us=1800.0),
-    row(means="carve_out", units=8, time_us=None, note="torch has none"),
+    row(means="split", units=32, time_us=None, note="torch has none"),
     gather(),
     gather(variant="window", time_us=2000.0),
     gather(variant="window", means="split", units=8, time_us=4400.0),
@@ -80,8 +81,10 @@ def test_curves_and_choices_from_rows() -> None:
     ]  # fmt: skip
     text = " ".join(note for table in tables_of(results_of(ROWS)) for note in table.notes)
     assert "64 units: GEMM 1400 x 1.93, collective 2000 x 1.05" in text and "torch has none" in text
-    divided = row(gemm="cb1/8", m=1024, n=1024, k=1024)
-    assert (gemm_of(divided).name, gemm_of(row(gemm="cb1/8")).name) == ("cb1/8", "8192x8192x8192")
+    assert [gemm_of(row(gemm="cb1/8", **size)).name for size in ({"m": 1024, "n": 1024, "k": 1024}, {})] == [
+        "cb1/8",
+        "8192x8192x8192",
+    ]
     with pytest.raises(ValueError, match="none of the memory"):
         isolated_of(ROWS[1:])
     assert len(tables_of(results_of(ROWS[1:]))) == 3
@@ -106,12 +109,12 @@ def test_batches_of_which_the_file_has_rows_are_left_out() -> None:
     small = {"gemm": "8x8x8", "m": 8, "n": 8, "k": 8, "dtype": "bfloat16"}
     rows = [
         MEMORY,
-        row(**small, means="grid"),
+        row(**small, means="threads"),
         gather(bytes=1024, variant="window"),
         row(**small, what="beside", means="gemm", implementation="host", bytes=1 << 28, alone_us=1.0),
     ]
     done = [str(batch) for batch in batches if batch.is_done([key_of(one) for one in rows])]
-    assert done == [names[0], "gemm 8x8x8 grid", "collective all_gather 1024", "beside 8x8x8 268435456 host"]
+    assert done == [names[0], "gemm 8x8x8 threads", "collective all_gather 1024", "beside 8x8x8 268435456 host"]
     alone = batches_of(Rank(0, 1, torch.device("cuda"), print), options)
     assert not any(batch.collective or batch.means == "dma" for batch in alone), "what one rank cannot do"
 
@@ -150,15 +153,6 @@ def test_what_was_measured_is_kept_when_a_rank_fails_and_gone_on_with(
     assert read(tmp_path / "c3.json").rows == ROWS[:1] and seen[-1] == frozenset()
 
 
-def test_a_file_of_another_machine_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "c3.json"
-    write(path, dataclasses.replace(results_of(ROWS), device="another"))
-    monkeypatch.setattr(running, "run_ranks", following((), []))
-    with pytest.raises(ValueError, match="measured elsewhere"):
-        running.run(IsolatedOptions(**OPTIONS, output=path))
-    assert read(path).device == "another"
-
-
 @pytest.mark.long
 def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     options = IsolatedOptions(
@@ -167,7 +161,6 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     )  # fmt: skip
     results = running.run(options)
     assert results is not None
-    assert (tmp_path / "report" / "isolated-sizes.png").exists()
     rows = [one for one in results.rows if isinstance(one, IsolatedRow)]
     timed = [one for one in rows if one.time_us is not None]
     assert {one.what for one in timed} == {"memory", "gemm", "collective", "beside", "pair"}
@@ -177,7 +170,7 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
         ("copy", "gemm"), ("copy", "traffic"), ("dma", "gemm"), ("dma", "traffic"),
     }  # fmt: skip
     assert all(one.note for one in rows if one.time_us is None)
-    assert {one.means for one in rows if one.what == "gemm"} == {"split", "carve_out", "grid", "threads"}
+    assert {one.means for one in rows if one.what == "gemm"} == {"split", "threads"}
     known = isolated_of(rows)
     assert known.comm_us(parse_workload("64x48x32_3008")) > 0
     pairs = {pair.implementation: {name for name, _ in pair.times_us} for pair in known.pairs}
@@ -228,20 +221,46 @@ def test_where_isolated_times_are_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert not is_bound_by_memory(found.gemms[0].gemm, found, "", 2)
 
 
-def test_a_carve_out_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int | None] = []
-    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", told.append, raising=False)
-    monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: 4, raising=False)
-    with isolated_measure.torch_carve_out(16):
-        assert told == [16]
-    assert told == [16, 4]
+NCU = """#!/bin/sh
+printf '==PROF== Connected to process 1\\n"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\\n'
+for kernel in 0 1; do
+printf '"%s","gemm","dram__bytes_read.sum","byte","3,000,000"\\n' $kernel
+printf '"%s","gemm","dram__bytes_write.sum","byte","1000000"\\n' $kernel
+printf '"%s","gemm","lts__t_sectors.sum","sector","%s"\\n' $kernel $((1000 + 2000 * kernel))
+printf '"%s","gemm","lts__t_sector_hit_rate.pct","%%","%s"\\n' $kernel $((40 + 40 * kernel))
+printf '"%s","gemm","gpu__time_duration.sum","ns","1,000"\\n' $kernel
+done
+echo "$@" > "$0.asked"
+"""
 
 
-@pytest.mark.long
-def test_figures_5_to_7_of_a_file(tmp_path: Path) -> None:
-    results = read(Path(__file__).parents[2] / "results" / "h200x2" / "isolated.json")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a legend that has no room warns
-        pictures = draw(results, tmp_path)
-    assert [picture.name for picture in pictures] == ["isolated-gemms", "isolated-units", "isolated-sizes"]
-    assert all("NVIDIA H200" in picture.title and (tmp_path / f"{picture.name}.svg").exists() for picture in pictures)
+def test_bytes_are_counted_with_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    gemm, program = parse_workload("64x48x32_1M").gemm, tmp_path / "ncu"
+    with pytest.raises(FileNotFoundError, match="must be in PATH"):
+        counters.count(gemm, 5.0)
+    program.write_text(NCU)
+    program.chmod(0o755)
+    assert counters.count(gemm, 5.0) == {"time_us": 2.0, "moved_bytes": 8e6, "hit_percent": 70.0, "gbps": 4000.0}
+    assert (tmp_path / "ncu.asked").read_text().endswith("sidelane_lab.studies.tune.counters 64x48x32 bfloat16\n")
+    with pytest.raises(ValueError, match="must count a kernel, but said: ==ERROR== ERR_NVGPUCTRPERM"):
+        counters.counted("==ERROR== ERR_NVGPUCTRPERM")
+    counters.main("64x48x32", "float32")  # which ncu runs
+
+
+def test_counted_bytes_decide_the_bound() -> None:
+    counted = row(what="counters", means="", moved_bytes=7e9, hit_percent=81.0)
+    known = isolated_of((*ROWS, counted))
+    gemm = known.gemms[0].gemm
+    assert known.bound(gemm) == (
+        Bound.MEMORY, "157 operations a byte by counters, 81% in the cache, the machine 196",
+    )  # fmt: skip
+    assert isolated_of(ROWS).bound(gemm)[1] == "fewer units cost it 0.99 of their share"
+    assert (known.bytes_of(gemm), isolated_of(ROWS).bytes_of(gemm)) == (7e9, gemm.nbytes)
+    options = IsolatedOptions(**OPTIONS, gemms=("8x8x8", "bag"), counters=True)
+    assert list(map(str, batches_of(Rank(0, 2, torch.device("cuda"), print), options))) == [
+        "counters 8x8x8",
+        "counters bag",
+    ]
+    file = ResultFile(Path(), "isolated", "h200x2", "", 1, (dataclasses.replace(counted, gbps=2400.0).to_dict(),))
+    assert [(one.x, list(one.curves["counted"].values)) for one in counted_bandwidth(file)] == [(["cb1"], [50.0])]

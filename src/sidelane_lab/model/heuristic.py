@@ -169,7 +169,7 @@ def isolated_of_machine(machine: Machine) -> Isolated:
     pairs = tuple(_pair(machine, _as_long(machine, curve, kind)) for curve in gemms for kind in KINDS)
     predicted = functools.partial(bound_of, machine)
     peaks = float(machine.gpu.peak_tflops), float(machine.gpu.memory_gbps)
-    return Isolated(*peaks, gemms, tuple(collectives), pairs, predicted)
+    return Isolated(*peaks, gemms, tuple(collectives), pairs, predicted=predicted)
 
 
 def _as_long(machine: Machine, curve: GemmTimes, kind: Kind) -> Workload:

@@ -29,6 +29,8 @@ SENSITIVE = 0.5
 predicted ones."""
 
 GEMM, COLLECTIVE, MEMORY, BESIDE, PAIR = "gemm", "collective", "memory", "beside", "pair"
+COUNTERS = "counters"
+Shape = tuple[int, int, int, str]
 SERIAL = "serial"
 """``means`` of the row of a pair with which the other rows of the pair are compared."""
 
@@ -127,6 +129,7 @@ class Isolated:
         gemms: curves of GEMMs; several of one shape by several means.
         collectives: curves of collectives.
         pairs: times of both at once.
+        counted: bytes that GEMMs move to and from memory, and percent of hits in the last-level cache, by counters.
         predicted: function that returns the limit of a GEMM without measured losses, where the machine is described.
     """
 
@@ -135,6 +138,7 @@ class Isolated:
     gemms: tuple[GemmTimes, ...]
     collectives: tuple[CollectiveTimes, ...]
     pairs: tuple[PairTimes, ...] = ()
+    counted: Mapping[Shape, tuple[float, float]] = dataclasses.field(default_factory=dict)
     predicted: Callable[[Gemm], Bound] | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -143,11 +147,15 @@ class Isolated:
         return self.tflops * 1e3 / self.memory_gbps
 
     def bound(self, gemm: Gemm) -> tuple[Bound, str]:
-        """Return the limit of a GEMM with the reason: by its measured loss with fewer units, else by the predicted one.
+        """Return the limit of a GEMM with the reason: by its counted bytes, else by its measured loss with fewer units,
+        else by the predicted one.
 
-        Where neither is known, its operations a byte stand in: the least possible bytes call some memory-bound GEMMs
-        compute-bound.
+        Where none is known, the least possible bytes stand in, which call some memory-bound GEMMs compute-bound.
         """
+        if shape_of(gemm) in self.counted:
+            moved, hits = self.counted[shape_of(gemm)]
+            why = f"{gemm.flops / moved:.0f} operations a byte by counters, {hits:.0f}% in the cache"
+            return gemm.bound(self.flops_per_byte, moved), f"{why}, the machine {self.flops_per_byte:.0f}"
         for curve in self.curves(gemm):
             if (limit := curve.bound()) is not None:
                 return limit, f"fewer units cost it {curve.sensitivity():.2f} of their share"
@@ -155,6 +163,10 @@ class Isolated:
             return self.predicted(gemm), "as predicted of the described machine"
         bound = gemm.bound(self.flops_per_byte)
         return bound, f"{gemm.flops / gemm.nbytes:.0f} operations a byte, the machine {self.flops_per_byte:.0f}"
+
+    def bytes_of(self, gemm: Gemm) -> float:
+        """Return the bytes of a GEMM: counted ones, else the least possible."""
+        return self.counted.get(shape_of(gemm), (gemm.nbytes, 0))[0]
 
     def comm_us(self, workload: Workload, among: Collection[str] | None = None) -> float:
         """Return the time of a collective alone: of the nearest measured size, in proportion to its bytes.
@@ -197,7 +209,7 @@ class Isolated:
 
     def curves(self, gemm: Gemm) -> list[GemmTimes]:
         """Return the curves of this shape, those with the most points first."""
-        same = [c for c in self.gemms if (c.gemm.m, c.gemm.n, c.gemm.k, c.gemm.dtype) == _shape(gemm)]
+        same = [c for c in self.gemms if shape_of(c.gemm) == shape_of(gemm)]
         return sorted(same, key=lambda one: (one.means == "grid", -len(one.times_us)))
 
     def _nearest(self, workload: Workload, curves: Sequence[CollectiveTimes]) -> list[CollectiveTimes]:
@@ -211,7 +223,8 @@ class Isolated:
         return ", ".join(dict.fromkeys(str(curve.collective) for curve in self.collectives)) or "none was measured"
 
 
-def _shape(gemm: Gemm) -> tuple[int, int, int, str]:
+def shape_of(gemm: Gemm) -> Shape:
+    """Return what GEMMs of one shape have in common."""
     return gemm.m, gemm.n, gemm.k, gemm.dtype
 
 
@@ -243,6 +256,10 @@ class CurvePoint(GemmColumns, Protocol):
     def alone_us(self) -> float | None: ...
     @property
     def gbps(self) -> float | None: ...
+    @property
+    def moved_bytes(self) -> float | None: ...
+    @property
+    def hit_percent(self) -> float | None: ...
 
 
 def isolated_file(device_type: str, ranks: int) -> Path | None:
@@ -311,7 +328,13 @@ def isolated_of(rows: Sequence[CurvePoint]) -> Isolated:
         raise ValueError("isolated_of: rows (value=none of a GEMM, or none of the memory; sidelane tune --study c3)")
     tflops = max(curve.gemm.flops / curve.times_us[0] / 1e6 for curve in gemms)
     collectives = tuple(_collectives([row for row in timed if row.what == COLLECTIVE]))
-    return Isolated(tflops, memory, gemms, collectives, tuple(_pairs([row for row in timed if row.what == PAIR])))
+    pairs = tuple(_pairs([row for row in timed if row.what == PAIR]))
+    counted = {
+        shape_of(gemm_of(row)): (row.moved_bytes, row.hit_percent or 0.0)
+        for row in timed
+        if row.what == COUNTERS and row.moved_bytes
+    }
+    return Isolated(tflops, memory, gemms, collectives, pairs, counted)
 
 
 def _gemms(rows: Sequence[CurvePoint]) -> Iterable[GemmTimes]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import BLUE, GREY, ORANGE, PURPLE, SKY, VERMILLION
+from sidelane_lab.machines.load import named
 from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.gemm import gemm_us
@@ -22,6 +23,7 @@ from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang
 from sidelane_lab.model.panels import Panel, PublishedValue, over_sizes
 from sidelane_lab.model.strategies import library_strategies, partitions
 from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II
+from sidelane_lab.pairs.isolated import COUNTERS
 from sidelane_lab.pairs.workload import TABLE_I, Bound, C3Class, parse_gemm
 from sidelane_lab.papers.claims import matching, published
 from sidelane_lab.papers.conccl import LARGE, MB, MI300X, C3Context, gemm_gbps, pair_rows
@@ -118,6 +120,16 @@ def _bandwidth_panels(machine: Machine, ranges: bool, version: str) -> list[Pane
     )
     words = "GEMM, or collective of 1 GB and who runs it"
     return [Panel(curves=curves, x=names, marks=marks, xlabel=words, ylabel="percent of the peak")]
+
+
+def counted_bandwidth(file: ResultFile) -> list[Panel]:
+    """Figure 6 of the ConCCL paper: bytes that counters saw, of GEMMs alone; nothing of a file without them."""
+    counted = [row for row in file.rows if row["what"] == COUNTERS and row.get("moved_bytes")]
+    if not counted:
+        return []
+    peak_gbps = float(named(file.machine).gpu.memory_gbps)
+    names, curves = aligned({"counted": {row["gemm"]: 100 * row["gbps"] / peak_gbps for row in counted}})
+    return [Panel(curves=curves, x=names, xlabel="GEMM alone, by counters", ylabel="percent of the peak")]
 
 
 def compute_units(file: ResultFile) -> list[Panel]:
@@ -331,10 +343,7 @@ FIGURES = (
         machine=MI300X,
         claims=("C3-BW-01", "C3-BW-02"),
         predict=_bandwidth_panels,
-        missing={
-            PUBLISHED: NO_POINTS,
-            MEASURED: "no study reads counters of memory traffic, and bytes over time would repeat what was assumed",
-        },
+        missing={PUBLISHED: NO_POINTS, MEASURED: "sidelane tune --study c3 --counters has not run on GPUs yet"},
     ),
     PaperFigure(
         number="000/7",

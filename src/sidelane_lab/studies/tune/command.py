@@ -114,6 +114,11 @@ class IsolatedOptions(StudyOptions):
     fresh: bool = option(
         *("--fresh", False, "With --study c3: measure again what the file has."), group=HOW, is_flag=True
     )
+    counters: bool = option(
+        *("--counters", False, "With --study c3: count bytes of memory instead, with Nsight Compute (ncu)."),
+        group=HOW,
+        is_flag=True,
+    )
     budget_s: float | None = option("--seconds", None, "Time for measuring; what is left out is named.", **SECONDS)
     output: Path | None = option("--output", None, "Keep the profile here.", **OUTPUT_FILE)
     dtype: str = word("--dtype", GEMM_DTYPES, "bfloat16", "Type of the elements.")
@@ -141,8 +146,8 @@ def _tune(study: str, from_results: Path | None, **parameters: Any) -> None:
             values["collectives"] = tuple(map(Kind, chosen))
         run(IsolatedOptions(**values))
         return
-    if any(map(given, ("gemms", "sizes", "fresh", "report"))):
-        raise ValueError("--gemm, --bytes, --fresh, --report: only with --study c3")
+    if any(map(given, ("gemms", "sizes", "fresh", "counters", "report"))):
+        raise ValueError("--gemm, --bytes, --fresh, --counters, --report: only with --study c3")
     options = TuneOptions(**values_of(TuneOptions, parameters))
     if from_results is None:
         main(options)

@@ -19,11 +19,11 @@ from sidelane_lab.harness.parameters import required
 from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.harness.terminal import progress_console
-from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, isolated_file
-from sidelane_lab.pairs.workload import LIBRARY, parse_gemm
+from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, COUNTERS, GEMM, MEMORY, PAIR, isolated_file
+from sidelane_lab.pairs.workload import LIBRARY, Gemm, parse_gemm
 from sidelane_lab.studies.tune.command import IsolatedOptions
 from sidelane_lab.studies.tune.isolated_measure import MEANS, Bench, IsolatedBatch
-from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, draw_isolated, isolated_tables, key_of
+from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, isolated_tables, key_of
 
 GEMMS = {"cpu": ("cb1", "mb1"), "gpu": ("cb1", "cb3", "cb5", "mb1", "mb2")}
 BUDGET_S = {"cpu": 60.0, "gpu": 240.0}
@@ -100,9 +100,9 @@ def _measure(rank: Rank, options: IsolatedOptions, sender: Sender) -> Iterator[I
 
 def batches_of(rank: Rank, options: IsolatedOptions) -> list[IsolatedBatch]:
     """Return everything; what runs next to GEMMs as soon as it can be judged, since a choice goes by that first."""
-    where = "cpu" if rank.device.type == "cpu" else "gpu"
-    gemms = [parse_gemm(text, options.dtype) for text in options.gemms]
-    gemms = [gemm.for_cpu() for gemm in gemms] if where == "cpu" else gemms
+    where, gemms = "cpu" if rank.device.type == "cpu" else "gpu", _gemms_of(rank, options)
+    if options.counters:
+        return [IsolatedBatch(COUNTERS, gemm) for gemm in gemms]
     batches = [IsolatedBatch(MEMORY, nbytes=MEMORY_BYTES[where])]
     batches += [IsolatedBatch(GEMM, gemm, means=means) for gemm in gemms for means in MEANS]
     if rank.world_size > 1:
@@ -119,17 +119,20 @@ def batches_of(rank: Rank, options: IsolatedOptions) -> list[IsolatedBatch]:
     return batches
 
 
+def _gemms_of(rank: Rank, options: IsolatedOptions) -> list[Gemm]:
+    gemms = [parse_gemm(text, options.dtype) for text in options.gemms]
+    return [gemm.for_cpu() for gemm in gemms] if rank.device.type == "cpu" else gemms
+
+
 STUDY = Study(
     name="isolated",
     title="GEMMs and collectives alone",
     legend=(
         "Times over that with all compute units, by the units that a GEMM does without or a collective has; split:"
-        " green contexts, which shut the others off; target, carve_out: what cuBLAS and torch are asked for; grid:"
-        " a Triton GEMM with fewer blocks; threads: of a CPU rank. Medians over rounds of the slowest rank."
+        " green contexts, which shut the others off; threads: of a CPU rank. Medians over rounds of the slowest rank."
     ),
     row=IsolatedRow,
     tables=isolated_tables,
-    plots=draw_isolated,
     key=key_of,
     measure=_measure,
     main=main,

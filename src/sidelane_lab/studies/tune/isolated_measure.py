@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,28 +22,21 @@ from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.ways import Job, Rounds, WayOutcome
-from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL, SPLIT
+from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, COUNTERS, GEMM, MEMORY, PAIR, SERIAL, SPLIT
 from sidelane_lab.pairs.pair import GemmRun, Pair, PairLaunch, Workers, pair_streams, refusal, run_alone
 from sidelane_lab.pairs.spans import stamped, timed
 from sidelane_lab.pairs.workload import Gemm, implementation_of
-from sidelane_lab.shaping.shape import TUNED
+from sidelane_lab.studies.tune.counters import count
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key
-
-if TYPE_CHECKING:
-    from sidelane.execute.cuda.driver import Driver
 
 K = TypeVar("K", bound=Hashable)
 
 TAKE_UNITS = ("nccl", SM)
 """Implementations whose kernels can be given units."""
 
-CARVE_OUT, GRID, THREADS = "carve_out", "grid", "threads"
-MEANS = (SPLIT, CARVE_OUT, GRID, THREADS)
-"""Names of ways to take units from a GEMM: strategies' way; a request to torch; fewer blocks of a kernel of ours; on a
-CPU, fewer threads."""
-
-CHANGE = "_set_sm_carveout_experimental"
-"""Name of torch's request to cuBLASLt."""
+THREADS = "threads"
+MEANS = (SPLIT, THREADS)
+"""Names of ways to take units from a GEMM: strategies' way; on a CPU, fewer threads."""
 
 HIDE_LAUNCH_US = 300.0
 
@@ -122,6 +114,7 @@ class Bench:
             COLLECTIVE: self._collective,
             PAIR: self._pair,
             BESIDE: self._beside,
+            COUNTERS: self._counted,
         }
         with self._meter.on_stream():
             yield from measure[batch.what](batch)
@@ -166,10 +159,7 @@ class Bench:
             return f"not on {'CPUs' if self._on_cpu else 'GPUs'}"
         if not self._on_cpu and self._partitions is None:
             return self._no_partitions
-        if means == CARVE_OUT:
-            able = hasattr(torch._C, CHANGE) and torch.version.hip is None
-            return "" if able else f"torch {torch.__version__} has no carve-out of SMs here"
-        if self._partitions is not None and means != GRID:
+        if self._partitions is not None:
             return self._partitions.objection()
         return "" if self._taken() else f"a rank has {self._units} here"
 
@@ -183,26 +173,25 @@ class Bench:
         """Return what runs the GEMM without ``units``."""
         if self._on_cpu and units:
             return functools.partial(_with_threads, self._threads, units, run)
-        if means == GRID:
-            from sidelane_lab.shaping.gemm import ShapedGemm
-
-            kernel = ShapedGemm(self._driver, TUNED, run.a, run.b, run.c)
-            return kernel.bind((self._units - units) * max(1, kernel.resident))
         if not units:
             return run.run
         assert self._partitions is not None
         assert self._streams is not None
-        if means == CARVE_OUT:
-            return functools.partial(_carved_out, units, run.run)
         streams = self._partitions.streams(units, self._streams, confine=True)
         return functools.partial(_on_stream, streams.gemm, run.run)
 
-    @functools.cached_property
-    def _driver(self) -> Driver:
-        """The driver of all kernels: it keeps what it has compiled."""
-        from sidelane.execute.cuda.driver import Driver
+    def _counted(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
+        """Count the bytes of a GEMM on the first rank's GPU, while the others wait."""
+        assert batch.gemm is not None
+        found: dict[str, Any] = {}
+        first, gemm = self._rank.rank == 0, batch.gemm
 
-        return Driver(self._rank.device)
+        def step() -> None:
+            if first:
+                found.update(count(gemm, self._options.step_s / 2))
+
+        note = self._meter.attempt(step)
+        yield self._row(batch, **(found or {"note": note or "the first rank counts"}))
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -445,23 +434,6 @@ def _with_threads(threads: int, fewer: int, run: GemmRun) -> None:
     torch.set_num_threads(threads - fewer)
     run.run()
     torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def torch_carve_out(units: int) -> Iterator[None]:
-    """Let torch's cuBLASLt calls leave out a number of SMs, in a ``with`` block, where torch has such a setting."""
-    change: Callable[[int | None], None] = getattr(torch._C, CHANGE)
-    before = getattr(torch._C, "_get_sm_carveout_experimental", lambda: None)()
-    change(units)
-    try:
-        yield
-    finally:
-        change(before)
-
-
-def _carved_out(units: int, operation: Callable[[], object]) -> None:
-    with torch_carve_out(units):
-        operation()
 
 
 def _on_stream(stream: torch.cuda.Stream, operation: Callable[[], object]) -> None:

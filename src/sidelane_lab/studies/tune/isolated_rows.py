@@ -1,36 +1,23 @@
-"""Rows of ``sidelane tune --study c3``, of which ``pairs.isolated`` makes curves, as tables and as pictures."""
+"""Rows of ``sidelane tune --study c3``, of which ``pairs.isolated`` makes curves, as tables.
+
+``sidelane figure 000/5`` draws them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.drawing import (
-    BLACK,
-    BLUE,
-    COLOURS,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    VERMILLION,
-    plain_name,
-    plot_line,
-    save_titled,
-    size_axis,
-)
 from sidelane_lab.harness.report import Cell, table_of
-from sidelane_lab.harness.study import FlatRow, Picture, Results
+from sidelane_lab.harness.study import FlatRow
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of, number, without_empty_columns
 from sidelane_lab.pairs.heuristics import class_of, expected_time_us, is_latency_bound, units_for, units_to_spare
 from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, Isolated, isolated_of
 from sidelane_lab.pairs.workload import Workload
 
-ISOLATED = ("gemm", "collective", "memory", "beside", "pair")
+ISOLATED = ("gemm", "collective", "memory", "beside", "pair", "counters")
 Key = tuple[object, ...]
 
 
@@ -40,14 +27,14 @@ class IsolatedRow(FlatRow):
 
     Attributes:
         what: ``gemm``; ``collective``; ``memory``; ``beside``: a GEMM and traffic at once; ``pair``: a GEMM and a
-            collective under a strategy.
+            collective under a strategy; ``counters``: a GEMM under Nsight Compute, with the time that it took there.
         gemm: tag of the ConCCL paper's Table I, or ``m,n,k``; empty without a GEMM, as m, n and k are 0 then.
         collective: name of the collective; empty without one.
         bytes: bytes of the collective as in :class:`CollectiveRow`, of the traffic, or of the memory that is read.
         implementation: implementation of the collective or of the traffic; ``host``: copies between device and host.
         variant: variant of the implementation.
-        means: way in which units are taken from a GEMM or given to a collective: ``split``, ``carve_out``, ``grid``,
-            ``threads``, and in older files ``target``. For ``beside`` it says whose time it is, ``gemm`` or
+        means: way in which units are taken from a GEMM or given to a collective: ``split``, ``threads``, and in older
+            files ``target``, ``carve_out`` and ``grid``. For ``beside`` it says whose time it is, ``gemm`` or
             ``traffic``, and for ``pair`` the strategy.
         units: compute units taken from the GEMM, or given to the collective; 0: it has all.
         device_units: compute units of the device.
@@ -55,6 +42,8 @@ class IsolatedRow(FlatRow):
         alone_us: for ``beside`` the same time without the other one, for ``pair`` the time of the collective.
         gbps: bytes of memory read and written, or bytes that each rank of a collective sends, over the time.
         note: reason why there is no time.
+        moved_bytes: bytes between the GPU and its memory, by counters.
+        hit_percent: share of the sectors that were found in the last-level cache.
     """
 
     allowed = (("what", ISOLATED),)
@@ -77,6 +66,8 @@ class IsolatedRow(FlatRow):
     alone_us: float | None
     gbps: float | None
     note: str = ""
+    moved_bytes: float | None = None
+    hit_percent: float | None = None
 
 
 def key_of(row: IsolatedRow) -> Key:
@@ -191,10 +182,11 @@ def _classes(known: Isolated) -> Table:
     lines = []
     for gemm in dict.fromkeys(curve.gemm for curve in known.gemms):
         (bound, why), time_us = known.bound(gemm), expected_time_us(known, gemm)
-        needs = gemm.nbytes / time_us / 1e3
+        nbytes = known.bytes_of(gemm)
+        needs = nbytes / time_us / 1e3
         tflops = gemm.flops / time_us / 1e6
         lines.append(
-            Line((gemm.name, f"{gemm.flops / gemm.nbytes:.0f}", number(needs), number(tflops), f"{bound}-bound, {why}"))
+            Line((gemm.name, f"{gemm.flops / nbytes:.0f}", number(needs), number(tflops), f"{bound}-bound, {why}"))
         )
     for collective, nbytes in dict.fromkeys((c.collective, c.nbytes) for c in known.collectives):
         limit = f"{'latency' if is_latency_bound(known, collective, nbytes) else 'bandwidth'}-bound"
@@ -205,88 +197,3 @@ def _classes(known: Isolated) -> Table:
         f"{known.flops_per_byte:.0f} operations a byte"
     )
     return Table(title, columns, tuple(lines), keys=1)
-
-
-LINES = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, BLACK)
-
-
-def draw_isolated(rows: Sequence[IsolatedRow], results: Results, directory: Path) -> list[Picture]:
-    """Draw GEMMs by units taken, collectives by units given, and collectives by size; none of too little.
-
-    These are figures 5 to 7 of the ConCCL paper.
-    """
-    try:
-        known = isolated_of(rows)
-    except ValueError:
-        return []
-    by_means: Grid = {}
-    for gemm in known.gemms:
-        if gemm.slowdown():
-            by_means.setdefault(("", gemm.means), []).append((gemm.gemm.name, gemm.slowdown()))
-    given: Grid = {}
-    by_size: Grid = {}
-    for curve in sorted(known.collectives, key=lambda one: one.nbytes):
-        if curve.slowdown():
-            name = format_bytes(curve.nbytes)
-            given.setdefault((curve.implementation, str(curve.collective)), []).append((name, curve.slowdown()))
-    for collective in known.collectives:
-        sizes = by_size.setdefault(("", str(collective.collective)), [])
-        if collective.implementation not in [name for name, _ in sizes]:
-            mine = [c for c in known.collectives if c.collective == collective.collective]
-            mine = [c for c in mine if c.implementation == collective.implementation]
-            points = {c.nbytes: c.times_us[0] for c in sorted(mine, key=lambda one: one.nbytes)}
-            sizes.append((collective.implementation, points))
-    return [
-        picture
-        for grid, name, title, axis, text in (
-            (by_means, "gemms", "GEMMs on fewer units", "units taken from the GEMM",
-             "Slowdown of GEMMs by the compute units that they do without, a panel for each way of taking them."),
-            (given, "units", "Collectives on few units", "units given to the collective",
-             "Slowdown of collectives by the compute units that they have, a column for each collective."),
-            (by_size, "sizes", "Collectives by size", "",
-             "Times of collectives alone by size, a line for each implementation."),
-        )
-        for picture in _panels(grid, f"isolated-{name}", f"{title}: {results.where}", axis, text, directory)
-    ]  # fmt: skip
-
-
-Grid = dict[tuple[str, str], list[tuple[str, Mapping[int, float]]]]
-"""Panels by row and column, each with the names and the points of its lines."""
-
-
-def _panels(grid: Grid, name: str, title: str, axis: str, text: str, directory: Path) -> Iterator[Picture]:
-    """Draw slowdowns over units, which ``axis`` names; without it times over sizes. Nothing where there is no panel."""
-    if not grid:
-        return
-    rows, columns = (list(dict.fromkeys(place[at] for place in grid)) for at in (0, 1))
-    labels = list(dict.fromkeys(label for lines in grid.values() for label, _ in lines))
-    figure = Figure(figsize=(1.2 + 3.0 * len(columns), 0.6 + 2.6 * len(rows)), layout="constrained")
-    panels = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
-    for (row, column), lines in grid.items():
-        axes = panels[rows.index(row)][columns.index(column)]
-        for label, points in lines:
-            number = labels.index(label)
-            colour = COLOURS.get(label, LINES[number % len(LINES)])
-            plot_line(axes, points, plain_name(label), colour, number)
-        axes.set_title(" ".join(filter(None, [plain_name(row), column])))
-        if axis:
-            axes.axhline(1.0, color=BLACK, linewidth=0.7)
-            axes.set_xlabel(axis)
-        else:
-            size_axis(axes, sorted({size for _, points in lines for size in points}))
-            axes.set_yscale("log")
-    for first in panels:
-        first[0].set_ylabel("time / time with all units" if axis else "time, us")
-        if axis:
-            first[0].set_ylim(bottom=0)  # of all in the row, behind all lines
-    lines_by_name = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
-    shown = [plain_name(label) for label in labels]
-    figure.legend(
-        [lines_by_name[one] for one in shown],
-        shown,
-        ncols=min(6, len(shown)),
-        fontsize=8,
-        frameon=False,
-        loc="outside lower center",
-    )
-    yield save_titled(figure, name, title, text, directory)
