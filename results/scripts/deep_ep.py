@@ -76,6 +76,15 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
+def close_float8(values: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Return whether scales are those that are wanted, or the next number, and values times scales are the nearest."""
+    places = (scales.contiguous().view(torch.int32) - wanted.contiguous().view(torch.int32)).abs()
+    scale = scales.repeat_interleave(128, 1)[:, : x.shape[1]]
+    off = (values.float() * scale - x.float()).abs() / scale
+    exponent = (x.float() / scale).abs().clamp(min=2.0**-6).log2().floor()
+    return bool((places <= 1).all() and (off <= (0.5 + 1e-4) * torch.exp2(exponent - 3)).all())
+
+
 def high_throughput(buffer: deep_ep.Buffer, tokens: int = 4096) -> None:
     """Check and time ``dispatch`` and ``combine`` by a handle."""
     chosen, xs, gates = drawn(tokens)
@@ -103,14 +112,8 @@ def high_throughput(buffer: deep_ep.Buffer, tokens: int = 4096) -> None:
         calls[f"dispatch, float8, {units} SMs"] = lambda c=config: buffer.dispatch(small, handle=handle, config=c)
         calls[f"combine, bfloat16, {units} SMs"] = lambda c=config: buffer.combine(rows, handle, config=c)
     result, buffered = torch.empty_like(rows), torch.zeros_like(rows)
-    sent = {"bfloat16": x, "float8 values": small[0].view(torch.float16), "scales": small[1]}
-    options = {"terms": handle.leaving, "units": 128}
-    for name, part in sent.items():
-        calls[f"part: {name} to the buffer"] = lambda part=part: exchange_rows(
-            comm, part, handle.counts, handle.most_rows, lambda came: came, **options
-        )
-    calls["part: bfloat16, own rows into the result"] = lambda: exchange_rows(
-        comm, x, handle.counts, handle.most_rows, lambda came: came, own=result, **options
+    calls["part: bfloat16 to the buffer"] = lambda: exchange_rows(
+        comm, x, handle.counts, handle.most_rows, lambda came: came, terms=handle.leaving, units=128
     )
     calls["part: rows back, without own"] = lambda: exchange_rows(
         comm, rows, handle.counts_back, handle.most_rows, lambda came: came, terms=handle.back, units=128
@@ -122,7 +125,9 @@ def high_throughput(buffer: deep_ep.Buffer, tokens: int = 4096) -> None:
 
 
 def low_latency(buffer: deep_ep.Buffer, tokens: int = 128) -> None:
-    """Check and time the low-latency calls. Scales of the kernel may differ in the last place."""
+    """Check and time the low-latency calls. In float8 a scale may be a place off, and a value half a step of float8
+    with it: kernels divide in another way than PyTorch does.
+    """
     chosen, xs, gates = drawn(tokens)
     n, rank, comm = buffer.group_size, buffer.rank, buffer.comm
     x, own, gate, each = xs[rank], chosen[rank], gates[rank], EXPERTS // n
@@ -133,7 +138,7 @@ def low_latency(buffer: deep_ep.Buffer, tokens: int = 128) -> None:
         came = xs[(chosen == rank * each + expert).any(-1)]
         wanted, count = float8_and_scales(came), int(counts[expert])
         right[0] &= count == len(came) and same(rows[expert, :count], came)
-        right[1] &= same(values[expert, :count], wanted[0]) and same(scales[expert, :count], wanted[1])
+        right[1] &= close_float8(values[expert, :count], scales[expert, :count], came, wanted[1])
     y = buffer.low_latency_combine(rows, own, gate, handle)[0]
     wanted = x.double() * gate.double().sum(1, keepdim=True)
     off = float((y.double() - wanted).abs().max() / wanted.abs().max())

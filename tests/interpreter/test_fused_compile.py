@@ -9,6 +9,7 @@ import tempfile
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -34,13 +35,15 @@ from sidelane.ops import (
     rms_norm,
     rms_norm_kernels,
     rows,
+    token_rows,
 )
+from sidelane.ops.handle import register_limit
 from sidelane.ops.scale_out import embedding as far_embedding
 from sidelane_lab.studies.fused import single_rank
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-OPTIONAL = {"stamps", "scale", "quantized", "own_scales", "terms", "factors", "own"}
+OPTIONAL = {"stamps", "scale", "quantized", "own_scales", "terms", "factors"}
 """Arguments that may be None, and are unless a test says that they are there (...)."""
 
 MOST_STACK_BYTES = 128
@@ -51,12 +54,18 @@ MOST_SHARED_BYTES = 232448
 
 
 def made_of(
-    kernel: Any, kinds: str, constants: Mapping[str, object], warps: int, *, multiples: Sequence[str] = ()
+    kernel: Any,
+    kinds: str,
+    constants: Mapping[str, object],
+    warps: int,
+    limit: Mapping[str, int] = MappingProxyType({}),
+    *,
+    multiples: Sequence[str] = (),
 ) -> Any:
     """Compile a kernel as Triton does.
 
-    ``kinds``: of the arguments that are no constants, in their order; ``multiples``: those that are multiples of 16, as
-    Triton finds out at a launch.
+    ``kinds``: of the arguments that are no constants, in their order; ``limit``: of registers; ``multiples``: those
+    that are multiples of 16, as Triton finds out at a launch.
     """
     if "stamps" in kernel.arg_names:
         constants = {**dict.fromkeys(OPTIONAL & set(kernel.arg_names)), **constants}
@@ -67,7 +76,7 @@ def made_of(
     known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = triton.compiler.ASTSource(kernel, ordered, dict(constants), known)
     with compiling_for("cuda"):
-        return triton.compile(source, target=H200, options={**COMPILE_OPTIONS, "num_warps": warps})
+        return triton.compile(source, target=H200, options={**COMPILE_OPTIONS, "num_warps": warps, **limit})
 
 
 def compiled(
@@ -339,17 +348,30 @@ def test_gemm_all_to_all_compiles(dtype: str, experts: int) -> None:
     assert text.count(".sys.acq_rel.add") == 1, "the last program"
 
 
-@pytest.mark.parametrize("given", [{}, {"own": ...}], ids=["sent", "own"])
-def test_rows_without_a_product_compile(given: dict[str, object]) -> None:
+def test_rows_without_a_product_compile() -> None:
     tiles = gemm.ROW_TILES
     constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False, "GROUP": tiles.group}
     constants |= {"DTYPE": triton.language.bfloat16, "WHOLE": True, "ALIGNED": True}
     constants |= {"TERMS": 0, "EP": 1, "experts": 1}
-    kinds = f"*i64 *i64 *i32 *bf16 *i64{' *bf16' if given else ''} i32 i32 i32 i32 i32 i32 i32"
-    known, constants = ("x", "depth", "columns", "x_stride"), {**constants, "weight": None, **given}
+    kinds = "*i64 *i64 *i32 *bf16 *i64 i32 i32 i32 i32 i32 i32 i32"
+    known, constants = ("x", "depth", "columns", "x_stride"), {**constants, "weight": None}
     text, registers, stack = compiled(gemm.KERNEL, kinds, constants, tiles.warps, multiples=known)
     assert stack <= 8 and registers * 32 * tiles.warps * tiles.per_unit <= 1 << 16, (registers, stack)
     assert "wgmma" not in text and re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_rows_that_are_copied_on_compile(beside: bool) -> None:
+    tiles, twin = gemm.ROW_TILES, "*i16 " * beside
+    constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "GROUP": tiles.group, "UNIT": token_rows.WIDE}
+    constants |= {} if beside else {"beside": None, "beside_into": None}
+    kinds = f"*i64 *i64 *i32 *i16 {twin}*i32 *i32 *i16 {twin}i32 i32 i32 i32 i32 i32"
+    limit = register_limit(64, tiles.warps, tiles.per_unit)
+    text, registers, stack = compiled(token_rows.KERNEL, kinds, constants, tiles.warps, limit)
+    assert stack <= 32 and registers * 32 * tiles.warps * tiles.per_unit <= 1 << 16, (registers, stack)
+    assert all(re.search(rf"{way}\.global[a-z0-9_:.]*\.v4\.b32", text) for way in ("ld", "st")), (
+        "wide, of what is aligned"
+    )
 
 
 def test_places_of_experts_compile() -> None:

@@ -167,6 +167,21 @@ def test_what_is_refused_on_one_rank_is_told_to_the_others(group: dist.ProcessGr
         assert not result.any() and torch.allclose(of_result, torch.tensor(2.0).log())
 
 
+@on_ranks(2, 3, interpreted=True)
+@on_ranks(gpu=fused)
+def test_other_numbers_of_tokens_on_a_rank_are_told_to_all(group: dist.ProcessGroup) -> None:
+    """Of calls that all ranks have made before, so that nothing else is compared."""
+    for method in METHODS:
+        with communicator(group) as comm:
+            given = [(torch.zeros(tokens, 8, 8), torch.zeros(tokens, 8)) for tokens in (3, 4)]
+            for one in (*given, given[0]):
+                ops.combine_attention(comm, *one, method=method)
+            comm.synchronize()
+            with pytest.raises((MismatchError, PeerError), match=r"combine_attention: \(4, 8, 8\)"):
+                ops.combine_attention(comm, *given[comm.rank == 1], method=method)
+                comm.synchronize()
+
+
 @on_ranks(2)
 def test_auto_is_unfused_if_a_rank_has_no_interpreter(group: dist.ProcessGroup) -> None:
     with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:

@@ -14,7 +14,15 @@ from accesses import BARRIER, LOAD, POLL, STORE, Access, recorded
 from fused_ops import communicator, teams_of_programs
 from marks import long
 from ranks import Crew
-from shadows import fused_combine, fused_dispatch_gemm, fused_embedding, fused_gemm, fused_gemv, fused_rms_norm
+from shadows import (
+    fused_combine,
+    fused_dispatch_gemm,
+    fused_embedding,
+    fused_gemm,
+    fused_gemv,
+    fused_rms_norm,
+    token_rows,
+)
 from shadows.blocks import block_of
 
 from sidelane import Communicator
@@ -27,6 +35,7 @@ from sidelane.ops.gemm import GemmAllToAll, TileSizes
 from sidelane.ops.gemv import LANES, GemvAllReduce, Tiling
 from sidelane.ops.rms_norm import AllReduceRmsNorm
 from sidelane.ops.rms_norm_kernels import SLICE_BYTES
+from sidelane.ops.token_rows import TokenRows
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Copy, Flag, Program, Queue, Reduce, Signal, Wait
 from sidelane.session.own_kernel import OwnKernel
@@ -366,6 +375,23 @@ def dispatch_gemm(comm: Communicator) -> Iterator[Launched]:
     yield Launched(lambda: handle.run(x, weight, torch.tensor(counts)), handle.kernel, places, [shadow])
 
 
+def tokens(comm: Communicator) -> Iterator[Launched]:
+    """Skewed rows, two tiles next to each other of 16 columns, and one of the rows beside them."""
+    n, tiles = comm.world_size, TileSizes(16, 16, 16, 1, 1, group=2)
+    counts = [[(7 * sender + 23 * peer + 20) % 50 for peer in range(n)] for sender in range(n)]
+    got = [sum(row) for row in zip(*counts, strict=True)]
+    handle = TokenRows(comm, max(got), 32, 16, 4, tiles=tiles)
+    rows = sum(counts[comm.rank])
+    x, beside = (torch.ones(rows, columns, dtype=torch.int16) for columns in (32, 16))
+    leaving = torch.arange(rows, dtype=torch.int32)[:, None]
+    yield Launched(
+        lambda: handle.run(x, beside, leaving, torch.tensor(counts, dtype=torch.int32), got[comm.rank]),
+        handle.kernel,
+        placed(comm, "output", handle.output),
+        [token_rows.exchange_rows(counts, handle.programs, 16, (2, 1), 32, most_rows=max(got), group=2)],
+    )
+
+
 def without_counters(program: Program, flags: int) -> Program:
     """Arrivals are counted in memory of the rank's own."""
 
@@ -388,10 +414,11 @@ KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {
     "embedding_backward": embedding_backward,
     "gemm": gemm,
     "dispatch_gemm": dispatch_gemm,
+    "tokens": tokens,
 }
 
 
-SHADOWED = ("gemv", "rms_norm", "combine", "embedding", "embedding_backward", "gemm", "dispatch_gemm")
+SHADOWED = ("gemv", "rms_norm", "combine", "embedding", "embedding_backward", "gemm", "dispatch_gemm", "tokens")
 
 
 @pytest.mark.parametrize(
@@ -422,6 +449,7 @@ def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size
         *(("rms_norm", "sent"), ("rms_norm", "waited"), ("rms_norm_pushed", "copy"), ("rms_norm_pushed", "order")),
         *(("rms_norm_of_teams", "sent"), ("rms_norm_of_teams", "waited"), ("rms_norm_of_teams", "flag")),
         *(("dispatch_gemm", "copy"), ("dispatch_gemm", "order"), ("dispatch_gemm", "waited")),
+        *(("tokens", "copy"), ("tokens", "order"), ("tokens", "waited"), ("tokens", "flag")),
     ],
 )
 def test_a_shadow_that_says_something_else_is_noticed(four: Crew, kind: str, mistake: str) -> None:

@@ -9,7 +9,15 @@ from collections.abc import Callable
 import pytest
 from contracts import map_spans
 from kernel_mistakes import changed, edited, moves, signals_before_stores, without_flags
-from shadows import fused_combine, fused_dispatch_gemm, fused_embedding, fused_gemm, fused_gemv, fused_rms_norm
+from shadows import (
+    fused_combine,
+    fused_dispatch_gemm,
+    fused_embedding,
+    fused_gemm,
+    fused_gemv,
+    fused_rms_norm,
+    token_rows,
+)
 
 from sidelane.errors import ProgramError
 from sidelane.program.collective import Buffer, Span
@@ -229,6 +237,22 @@ def test_mistakes_of_gemm_all_to_all_are_refused() -> None:
     refuse(right, "done is said before all blocks have ended", without(Wait, lambda flag: flag.index == 2 * n))
     refuse(right, "a block that does not arrive", without(Signal, lambda flag: flag.index == 2 * n))
     refuse(right, "arrivals before stores", arrivals_before_stores)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_rows_that_are_copied_on_are_proved(counts: list[list[int]]) -> None:
+    for number, (blocks, rows, across) in enumerate(itertools.product((1, 2, 3), (1, 2), ((1, 0), (2, 1)))):
+        verify_sequence([token_rows.exchange_rows(counts, blocks, rows, across, 8, most_rows=8, group=1 + number % 3)])
+
+
+def test_mistakes_of_rows_that_are_copied_on_are_refused() -> None:
+    right, n = (token_rows.exchange_rows(COUNTS[2], 2, 2, (1, 1), 8, most_rows=8),), 3
+    refuse(right, "nobody says that his output is free", without_meeting(lambda flag: flag.index < n))
+    refuse(right, "one rank is not waited for", without(Wait, lambda flag: flag.index == 1))
+    refuse(right, "arrivals before stores", arrivals_before_stores)
+    for tile in range(6):  # of the five rows of rank 0 for rank 1, and those beside
+        refuse(right, f"no wait {tile}", without(Wait, lambda flag, tile=tile: flag == Flag(1, n * (1 + tile))))
+        refuse(right, f"no signal {tile}", without(Signal, lambda flag, tile=tile: flag == Flag(1, n * (1 + tile))))
 
 
 @pytest.mark.parametrize("counts", COUNTS)

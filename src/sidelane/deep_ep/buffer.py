@@ -29,7 +29,6 @@ from sidelane.deep_ep.tokens import (
     count_tokens,
     dispatch_to_slots,
     exchange_layout,
-    send_beside,
     send_tokens,
 )
 from sidelane.errors import UnavailableError
@@ -226,9 +225,7 @@ class DeepEpBuffer:
         alike = columns, dtype, units, [part.shape[1] for part in beside]
 
         def send(handle: DispatchHandle, more: list[Tensor]) -> tuple[Any, list[Tensor]]:
-            rows = in_rows(values.contiguous()).view(torch.float16) if beside else in_rows(values)
-            found = send_tokens(comm, rows, handle, units).view(dtype)
-            words = send_beside(comm, beside + more, handle, units)
+            found, words = send_tokens(comm, values.contiguous() if beside else values, beside + more, handle, units)
             return (found, words[0]) if beside else found, words[len(beside) :]
 
         if handle is not None:

@@ -12,7 +12,9 @@ from torch import Tensor
 from sidelane.ops.expert_slots import assign_slots, spread_float8, spread_rows
 from sidelane.ops.experts import exchange_rows, sum_rows
 from sidelane.ops.handle import cached_object, power_of_two
+from sidelane.ops.operands import in_rows
 from sidelane.ops.rows import quantized_rows
+from sidelane.ops.token_rows import TokenRows
 from sidelane.session import Communicator
 
 LEAST_ROWS = 16
@@ -31,7 +33,6 @@ class DispatchHandle(NamedTuple):
         kept: row of each token that stays on its rank, among those that arrived, int32[T, 1]; -1 for none.
         most_rows: number of rows for which all ranks have room.
         received: R, number of tokens that arrive at this rank.
-        own: first of its own rows among them, and the row behind the last one.
     """
 
     counts: Tensor
@@ -42,7 +43,6 @@ class DispatchHandle(NamedTuple):
     kept: Tensor
     most_rows: int
     received: int
-    own: tuple[int, int]
 
 
 class LowLatencyHandle(NamedTuple):
@@ -111,32 +111,25 @@ def exchange_layout(comm: Communicator, layout: TokenLayout) -> tuple[DispatchHa
         kept=kept,
         most_rows=most,
         received=there[comm.rank],
-        own=(own, own + stays),
     )
     return handle, numbers
 
 
-def send_tokens(comm: Communicator, rows: Tensor, handle: DispatchHandle, units: int) -> Tensor:
-    """Return the rows of the tokens that arrive, [R, H]. Those of this rank are put there at once."""
-    found, (first, end) = rows.new_empty(handle.received, rows.shape[1]), handle.own
-
-    def read(came: Tensor) -> Tensor:
-        found[:first] = came[:first]
-        found[end:] = came[end : handle.received]
-        return found
-
-    return exchange_rows(
-        comm, rows, handle.counts, handle.most_rows, read, terms=handle.leaving, own=found, units=units
-    )
-
-
-def send_beside(comm: Communicator, parts: list[Tensor], handle: DispatchHandle, units: int) -> list[Tensor]:
-    """Return what arrives of several tensors of 4 bytes an element, [T, ...], which travel side by side."""
-    if not parts:
-        return []
-    words = torch.cat([part.contiguous().view(torch.int32) for part in parts], 1).view(torch.float32)
-    came = send_tokens(comm, words, handle, units).split([part.shape[1] for part in parts], 1)
-    return [found.contiguous().view(part.dtype) for part, found in zip(parts, came, strict=True)]
+def send_tokens(
+    comm: Communicator, rows: Tensor, beside: list[Tensor], handle: DispatchHandle, units: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the rows of the tokens that arrive, [R, H], and what arrives of tensors of 4 bytes an element, [T, ...],
+    which travel beside them.
+    """
+    words = torch.cat([part.contiguous().view(torch.int16) for part in beside], 1) if beside else None
+    moved = in_rows(rows).view(torch.int16)
+    shape = handle.most_rows, moved.shape[1], 0 if words is None else words.shape[1], units
+    sender = cached_object(comm, (TokenRows, *shape), lambda: TokenRows(comm, *shape))
+    found, came = sender.run(moved, words, handle.leaving, handle.counts, handle.received)
+    parts = [] if came is None else came.split([2 * part.shape[1] for part in beside], 1)
+    return found.view(rows.dtype), [
+        part.contiguous().view(given.dtype) for part, given in zip(parts, beside, strict=True)
+    ]
 
 
 def bring_back(comm: Communicator, rows: Tensor, handle: DispatchHandle, units: int) -> Tensor:

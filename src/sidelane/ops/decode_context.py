@@ -42,6 +42,7 @@ from sidelane.ops.handle import (
     KernelHandle,
     cached_object,
     check_tensor,
+    compare_shapes,
     power_of_two,
     programs_of,
     register_limit,
@@ -178,9 +179,8 @@ def combine_attention(
     Args:
         comm: communicator of the ranks.
         partial: attention of all heads to this rank's part of the context, [T, H, D]: float32, float16 or bfloat16. It
-            is copied if it is not contiguous, or at no multiple of 4 bytes. T is the same on all ranks, or the ranks of
-            a fused call wait for the whole time-out, whose error names their numbers; H is N or more, and need not be a
-            multiple of N.
+            is copied if it is not contiguous, or at no multiple of 4 bytes. T is the same on all ranks: a rank on which
+            it changes compares it with its peers' hosts. H is N or more, and need not be a multiple of N.
         lse: logarithm of the sum of exponentials of each row, float32, [T, H], with any strides. -inf, inf and NaN
             say that there was nothing to attend to: the row is not read.
         out: tensor for the result, contiguous, at a multiple of 4 bytes; None makes one.
@@ -224,6 +224,7 @@ def combine_attention(
 
     misaligned = isinstance(out, Tensor) and out.data_ptr() % 4  # it is refused, whatever was called before
     launch = OPERATOR.launch(comm, (base, misaligned), (partial, lse, out, out_lse), check, method)
+    compare_shapes(comm, NAME, tuple(partial.shape))
     is_plain = partial.is_contiguous() and partial.data_ptr() % 4 == 0
     found: tuple[Tensor, Tensor] = launch(
         partial if is_plain else partial.clone(memory_format=torch.contiguous_format), lse, out, out_lse, base
@@ -241,13 +242,15 @@ def _unfused(
         came = partial.new_empty(n, tokens, own, size), lse.new_empty(n, tokens, own, 1)
         given = [partial.detach()[None], lse.detach().contiguous()[None, :, :, None]]
         comm.all_to_all(list(came), given, scatter_dim=2, gather_dim=0)
-        rows, of_rows = came[0].float(), came[1] * math.log(base)
-        of_rows = of_rows.masked_fill(of_rows.isnan() | (of_rows == torch.inf), -torch.inf)
-        largest = of_rows.amax(0)
-        weights = (of_rows - largest.masked_fill(largest == -torch.inf, 0)).exp()
-        total = weights.sum(0)
-        merged = torch.where(weights > 0, rows * weights, 0).sum(0) / torch.where(total > 0, total, 1)
-        result, of_result = merged.to(partial.dtype), ((largest + total.log()) / math.log(base))[..., 0]
+        of_rows = came[1].nan_to_num(-torch.inf, -torch.inf, -torch.inf)
+        if base != math.e:
+            of_rows *= math.log(base)
+        weights = of_rows.softmax(0)  # NaN where no rank has anything
+        merged = torch.where(weights > 0, came[0] * weights, 0).sum(0)
+        of_result = functools.reduce(torch.logaddexp, of_rows.unbind(0))[..., 0]
+        result = merged.to(partial.dtype)
+        if base != math.e:
+            of_result = of_result / math.log(base)
         return result if out is None else out.copy_(result), of_result if out_lse is None else out_lse.copy_(of_result)
 
 

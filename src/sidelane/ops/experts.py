@@ -222,7 +222,6 @@ def exchange_rows(
     *,
     terms: Tensor | None = None,
     factors: Tensor | None = None,
-    own: Tensor | None = None,
     alike: tuple[int, ...] = (),
     units: int | None = None,
     sends_zeros: bool = False,
@@ -239,7 +238,6 @@ def exchange_rows(
         read: function of the rows that came, whose result is memory of its own.
         terms: see :func:`all_to_all_rows`.
         factors: see :func:`all_to_all_rows`.
-        own: contiguous tensor for the rows that stay on this rank, at their places; None: they come as the others do.
         alike: numbers that are the same on all ranks: each has a handle of its own, so that ranks that differ in one
             never take each other's rows for theirs.
         units: largest number of compute units that the kernel takes, the same on all ranks; None for all.
@@ -259,7 +257,7 @@ def exchange_rows(
         return functools.partial(handle.run, sends_zeros=sends_zeros, alike=f", numbers {alike}")
 
     with turn:  # until the rows have been read
-        return read(send_rows(comm, most_rows, sender, (handle, sends_zeros), sent, counts, terms, factors, own))
+        return read(send_rows(comm, most_rows, sender, (handle, sends_zeros), sent, counts, terms, factors))
 
 
 def _exchanged(

@@ -72,8 +72,8 @@ NAME = "gemm_all_to_all"
 METHODS = FUSED, SPLIT, UNFUSED
 OPERATOR = FusedOperator(NAME, ("most_rows", "columns of x", "columns of the result"), METHODS, METHODS, PIECES)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
-ARGUMENT_INDICES = range(2, 8)
-"""Positions of x, weight, counts, terms, factors and own among the kernel's arguments after the context."""
+ARGUMENT_INDICES = range(2, 7)
+"""Positions of x, weight, counts, terms and factors among the kernel's arguments after the context."""
 
 NO_ROOM = tl.constexpr(-2)
 """Number of a term that experts had no room for, where a call allows it: zeros, which are sent."""
@@ -173,7 +173,6 @@ class GemmAllToAll(KernelHandle):
         counts: torch.Tensor,
         terms: torch.Tensor | None = None,
         factors: torch.Tensor | None = None,
-        own: torch.Tensor | None = None,
         sends_zeros: bool = False,
         alike: str = "",
         repeated: RepeatedLaunch | None = None,
@@ -181,12 +180,11 @@ class GemmAllToAll(KernelHandle):
         """Run the operator with checked arguments. Rows without a weight may be sums of ``terms``, among which
         ``NO_ROOM`` is zeros if ``sends_zeros``, and else none.
 
-        ``own``: contiguous tensor, at a multiple of 16 bytes, for the rows of this rank for itself, at their places
-        among all that come; None for the output. ``alike``: text that must be the same on every rank. ``repeated``:
-        launch of calls with these layouts and options.
+        ``alike``: text that must be the same on every rank. ``repeated``: launch of calls with these layouts and
+        options.
         """
         comm, experts = self.comm, experts_of(weight, counts)
-        tensors = x, weight, counts, terms, factors, own
+        tensors = x, weight, counts, terms, factors
         if (other := apart_from(self.output, x)) is not x:
             x, repeated = other, None  # of another layout, maybe
         if self._repeats(repeated, tensors):
@@ -204,7 +202,6 @@ class GemmAllToAll(KernelHandle):
                 counts,
                 terms,
                 factors,
-                own,
                 x.shape[0] if terms is None else terms.shape[0],
                 x.shape[1],
                 self.columns,
@@ -383,7 +380,7 @@ def sum_of_terms(
 
 @triton.jit
 def _gemm_all_to_all(
-    context, outputs, counters, x, weight, counts, terms, factors, own, rows, depth, columns, x_stride, weight_stride,
+    context, outputs, counters, x, weight, counts, terms, factors, rows, depth, columns, x_stride, weight_stride,
     experts, expert_stride, most_rows, stamps, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
     WIDE: tl.constexpr, DTYPE: tl.constexpr, EP: tl.constexpr, TERMS: tl.constexpr,
@@ -437,14 +434,7 @@ def _gemm_all_to_all(
                 place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
                 stamp(stamps, SEND, peer)
                 inside = row_mask[:, None] & (column < columns)[None, :]
-                if own is None:
-                    put_weak(outputs, peer, place, values.to(DTYPE), inside, ALIGNED)
-                else:  # one store for both, for the sake of registers
-                    address = tl.where(peer == rank, own.to(tl.int64), tl.load(outputs + peer))
-                    pointer = address.to(tl.pointer_type(DTYPE))
-                    if ALIGNED:
-                        pointer = tl.multiple_of(pointer, 16)
-                    tl.store(pointer + place, values.to(DTYPE), mask=inside)
+                put_weak(outputs, peer, place, values.to(DTYPE), inside, ALIGNED)
                 number += programs
             number -= tiles
         if begins_here == 1 and turn == 0:

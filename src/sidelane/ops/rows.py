@@ -103,7 +103,6 @@ def send_rows(
     counts: torch.Tensor,
     terms: torch.Tensor | None,
     factors: torch.Tensor | None,
-    own: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Send rows as :func:`all_to_all_rows` does, with a sender of the caller's.
 
@@ -116,7 +115,6 @@ def send_rows(
         counts: argument of :func:`all_to_all_rows`.
         terms: argument of :func:`all_to_all_rows`.
         factors: argument of :func:`all_to_all_rows`.
-        own: contiguous tensor for the rows that stay on this rank, at their places; None for the result.
     """
 
     def make() -> CachedLaunch:
@@ -125,8 +123,8 @@ def send_rows(
             check_rows(NAME, comm, x, counts, most_rows, sent=sent)
         return functools.partial(sender(), repeated=RepeatedLaunch(ARGUMENT_INDICES))
 
-    run = cached(comm, None if comm.config.debug else (NAME, most_rows, *words), (x, counts, terms, factors, own), make)
-    came: torch.Tensor = run(x, None, counts, terms=terms, factors=factors, own=own)
+    run = cached(comm, None if comm.config.debug else (NAME, most_rows, *words), (x, counts, terms, factors), make)
+    came: torch.Tensor = run(x, None, counts, terms=terms, factors=factors)
     return came
 
 
