@@ -378,8 +378,13 @@ def test_places_of_experts_compile() -> None:
     count, place, leave = experts.ASSIGNING
     for kernel, kinds, constants, warps in (
         (count, "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
-        (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": experts.BLOCK}, 8),
-        (place, "*i32 *i32 *i32 *i32 i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": 2048, "rows": None}, 8),
+        (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": experts.BLOCK}, 8),
+        (
+            expert_slots.ASSIGNING,
+            "*i32 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32",
+            {"KP": 8, "TOKENS": 64, "BLOCK": 2048},
+            8,
+        ),
         (leave, "*i32 *i32 *i32 i32 i32 i32 i32", {"KP": 8, "TOKENS": experts.TOKENS}, 4),
     ):
         for some, given in ((kinds, constants), with_ones(kernel, kinds, constants)):
@@ -432,10 +437,10 @@ def test_rows_that_are_sums_compile(terms: int, has_factors: bool) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_rows_for_slots_of_experts_compile(dtype: str) -> None:
-    kinds = f"*{dtype} *i32 *{dtype} i32 i32 i32 i32 i32 i32"
-    known = ("x", "output", "columns", "x_stride", "expert_stride", "row_stride")
-    constants = {"TERMS": 8, "COLS": expert_slots.COLS, "column_stride": 1}
-    text, registers, stack = compiled(expert_slots.KERNEL, kinds.removesuffix(" i32"), constants, 4, multiples=known)
+    kinds = f"*{dtype} *i32 *{dtype} i32 i32 i32 *fp32 *fp32 i32 i32 i32 i32"
+    known = ("x", "output", "columns", "x_stride", "expert_stride", "column_stride")
+    constants = {"TERMS": 8, "COLS": expert_slots.COLS, "GP": 64}
+    text, registers, stack = compiled(expert_slots.KERNEL, kinds, constants, 4, multiples=known)
     assert stack <= 8 and registers <= 128, (registers, stack)
     assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
 

@@ -273,7 +273,7 @@ def test_every_fused_kernel_is_launched(launches: list[Launch]) -> None:
         (experts.ASSIGNING[0], "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
         (
             experts.ASSIGNING[1],
-            "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32 i32",
+            "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32",
             {"EP": 128, "BLOCK": experts.BLOCK},
             8,
         ),

@@ -150,8 +150,11 @@ def dispatch_to_slots(
     Every rank gets the experts of all tokens, and finds their slots on its own. No host waits.
     """
     n, (tokens, k) = comm.world_size, topk_idx.shape
-    chosen = topk_idx.new_full((most_tokens, k), -1, dtype=torch.int32)
-    chosen[:tokens] = topk_idx
+    if tokens == most_tokens:
+        chosen = topk_idx.int().contiguous()
+    else:
+        chosen = topk_idx.new_full((most_tokens, k), -1, dtype=torch.int32)
+        chosen[:tokens] = topk_idx
     numbers, leaving, returned, results = assign_slots(comm, chosen, _of_all(comm, chosen), each)
 
     def read(came: Tensor) -> Tensor | tuple[Tensor, Tensor]:

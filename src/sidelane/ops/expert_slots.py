@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sidelane.device.triton_interpreter import launch
 from sidelane.device.triton_language import tl, triton
-from sidelane.ops.experts import ASSIGNING, BLOCK, TOKENS
+from sidelane.ops.experts import BLOCK, TOKENS, leave_others, send_to_ranks
 from sidelane.ops.handle import power_of_two
 from sidelane.ops.rows import SCALED, row_widths
 from sidelane.session import Communicator
@@ -43,17 +43,11 @@ def assign_slots(
         everyone: experts of all ranks' tokens, int32[N * T, k], contiguous.
         experts: E, number of experts of each rank.
     """
-    count, assign, leave = ASSIGNING
-    n, (tokens, k), pairs = comm.world_size, chosen.shape, everyone.numel()
-    room, first, empty = n * tokens, comm.rank * experts, chosen.new_empty
-    numbers, ends, leaving, returned = empty(experts), empty(experts), empty(room, 1), empty(tokens, n)
-    results = torch.empty_like(everyone)
-    warps = {"BLOCK": BLOCK, "num_warps": 8}
-    launch(count, (experts,), (everyone, numbers, pairs, first), warps)
-    assigned = everyone, numbers, ends, None, results, pairs, first, experts, room * experts, k, room
-    launch(assign, (experts + 1,), assigned, {"EP": power_of_two(experts), **warps})
-    left = chosen, leaving, returned, tokens, k, experts, n
-    launch(leave, (-(-tokens // TOKENS),), left, {"KP": power_of_two(k), "TOKENS": TOKENS})
+    n, (tokens, k), empty = comm.world_size, chosen.shape, chosen.new_empty
+    numbers, leaving, returned, results = empty(experts), empty(n * tokens, 1), empty(tokens, n), empty(n * tokens, k)
+    arguments = chosen, everyone, numbers, leaving, returned, results, tokens, k, experts, n, comm.rank
+    constants = {"KP": power_of_two(k), "TOKENS": TOKENS, "BLOCK": BLOCK, "num_warps": 8}
+    launch(_assign_slots, (experts + 1 + -(-tokens // TOKENS),), arguments, constants)
     return numbers, leaving, returned, results
 
 
@@ -67,7 +61,7 @@ def spread_rows(came: Tensor, results: Tensor, experts: int) -> Tensor:
         experts: E, number of experts of this rank.
     """
     output = came.new_empty(experts, *came.shape)
-    _spread(came, results, output, output.stride(), came.shape[1])
+    _spread(came, results, output, came.shape[1], None, None)
     return output
 
 
@@ -79,33 +73,74 @@ def spread_float8(came: Tensor, results: Tensor, experts: int, columns: int) -> 
     rows, groups, first_scale = len(came), -(-columns // SCALED), row_widths(columns)[0]
     values = came.new_empty(experts, rows, columns // 2)
     scales = came.new_empty(experts, groups, rows, dtype=torch.float32).transpose(1, 2)
-    _spread(came, results, values, values.stride(), columns // 2)
-    of_scales = came.view(torch.float32)[:, first_scale // 4 :]
-    _spread(of_scales, results, scales, scales.stride(), groups)
+    _spread(came, results, values, columns // 2, came.view(torch.float32)[:, first_scale // 4 :], scales)
     return values.view(torch.float8_e4m3fn), scales
 
 
-def _spread(came: Tensor, results: Tensor, output: Tensor, strides: tuple[int, ...], columns: int) -> None:
-    (rows, k), room = results.shape, output.shape[1]
-    arguments = came, results, output, columns, came.stride(0), room, *strides
-    columns_each = min(COLS, power_of_two(columns))
-    launch(_spread_rows, (rows, -(-columns // columns_each)), arguments, {"TERMS": k, "COLS": columns_each})
+def _spread(
+    came: Tensor, results: Tensor, output: Tensor, columns: int, of_scales: Tensor | None, scales: Tensor | None
+) -> None:
+    (rows, k), groups = results.shape, 1 if scales is None else scales.shape[2]
+    strides = (0, 0, 0) if scales is None else scales.stride()
+    arguments = came, results, output, columns, came.stride(0), output.shape[1], of_scales, scales, groups, *strides
+    cols = min(COLS, power_of_two(columns))
+    grid = rows, -(-columns // cols) + (scales is not None)
+    launch(_spread_rows, grid, arguments, {"TERMS": k, "COLS": cols, "GP": power_of_two(groups)})
+
+
+@triton.jit
+def _assign_slots(
+    chosen, everyone, numbers, leaving, returned, results, tokens, k, experts, ranks, rank,
+    KP: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program, pairs, first = tl.program_id(0), ranks * tokens * k, rank * experts
+    if program < experts:
+        before = program * ranks * tokens
+        for at in range(0, pairs, BLOCK):
+            pair = at + tl.arange(0, BLOCK)
+            is_own = tl.load(everyone + pair, mask=pair < pairs, other=-1) == first + program
+            slot = before + tl.cumsum(is_own.to(tl.int32), 0) - 1
+            tl.store(results + pair, slot, mask=is_own)
+            before += tl.sum(is_own.to(tl.int32))
+        tl.store(numbers + program, before - program * ranks * tokens)
+    elif program == experts:
+        leave_others(everyone, results, pairs, first, experts, BLOCK)
+    else:
+        send_to_ranks(program - experts - 1, chosen, leaving, returned, tokens, k, experts, ranks, KP, TOKENS)
 
 
 @triton.jit
 def _spread_rows(
-    x, results, output, columns, x_stride, room, expert_stride, row_stride, column_stride,
-    TERMS: tl.constexpr, COLS: tl.constexpr,
+    x, results, output, columns, x_stride, room, of_scales, scales, groups, expert_stride, row_stride, column_stride,
+    TERMS: tl.constexpr, COLS: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if scales is None:
+        _spread_row(x, results, output, row, columns, x_stride, TERMS, COLS)
+    else:
+        if tl.program_id(1) < tl.num_programs(1) - 1:
+            _spread_row(x, results, output, row, columns, x_stride, TERMS, COLS)
+        else:  # scales of a row, whose elements take half as many places
+            lane = tl.arange(0, GP)
+            found = tl.load(of_scales + row * (x_stride // 2) + lane, mask=lane < groups, other=0)
+            for term in tl.static_range(TERMS):
+                slot = tl.load(results + row * TERMS + term).to(tl.int64)
+                if slot >= 0:
+                    place = slot // room * expert_stride + slot % room * row_stride + lane * column_stride
+                    tl.store(scales + place, found, mask=lane < groups)
+
+
+@triton.jit
+def _spread_row(
+    x, results, output, row, columns, x_stride, TERMS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = column < columns
     values = tl.load(x + row * x_stride + column, mask=inside, other=0)
     for term in tl.static_range(TERMS):
-        slot = tl.load(results + row * TERMS + term).to(tl.int64)
+        slot = tl.load(results + row * TERMS + term).to(tl.int64)  # experts' slots follow each other
         if slot >= 0:
-            place = slot // room * expert_stride + slot % room * row_stride + column * column_stride
-            tl.store(output + place, values, mask=inside)
+            tl.store(output + slot * columns + column, values, mask=inside)
 
 
-KERNEL = _spread_rows
+ASSIGNING, KERNEL = _assign_slots, _spread_rows

@@ -396,7 +396,7 @@ def index_tokens(
     numbers, pairs, first = torch.empty_like(ends), everyone.numel(), ranks.rank * experts
     warps = {"BLOCK": BLOCK, "num_warps": 8}
     launch(_count, (experts,), (everyone, numbers, pairs, first), warps)
-    arguments = everyone, numbers, ends, rows, results, pairs, first, experts, most_rows, k, 0
+    arguments = everyone, numbers, ends, rows, results, pairs, first, experts, most_rows, k
     launch(_assign, (experts + 1,), arguments, {"EP": power_of_two(experts), **warps})
     arguments = chosen.contiguous(), leaving, returned, tokens, k, experts, ranks.world_size
     launch(_leave, (-(-tokens // TOKENS),), arguments, {"KP": power_of_two(k), "TOKENS": TOKENS})
@@ -424,14 +424,13 @@ def _count(everyone, numbers, pairs, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def _assign(
-    everyone, numbers, ends, rows, results, pairs, first, experts, most_rows, k, room,
+    everyone, numbers, ends, rows, results, pairs, first, experts, most_rows, k,
     EP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)  # and behind them, what is no expert's
     lane = tl.arange(0, EP)
     number = tl.load(numbers + lane, mask=lane < experts, other=0)
-    # Experts without ``rows`` have ``room`` rows each (``expert_slots``).
-    before = tl.sum(tl.where(lane < expert, number, 0)) if rows is not None else expert * room
+    before = tl.sum(tl.where(lane < expert, number, 0))
     if expert < experts:
         tl.store(ends + expert, tl.minimum(tl.sum(tl.where(lane <= expert, number, 0)), most_rows))
         for at in range(0, pairs, BLOCK):
@@ -439,18 +438,22 @@ def _assign(
             is_own = tl.load(everyone + pair, mask=pair < pairs, other=-1) == first + expert
             row = before + tl.cumsum(is_own.to(tl.int32), 0) - 1
             tl.store(results + pair, tl.where(row < most_rows, row, NO_ROOM), mask=is_own)
-            if rows is not None:
-                tl.store(rows + row, pair // k, mask=is_own & (row < most_rows))
+            tl.store(rows + row, pair // k, mask=is_own & (row < most_rows))
             before += tl.sum(is_own.to(tl.int32))
     else:
-        for at in range(0, pairs, BLOCK):
-            pair = at + tl.arange(0, BLOCK)
-            other = tl.load(everyone + pair, mask=pair < pairs, other=-1) - first
-            tl.store(results + pair, -1, mask=(pair < pairs) & ((other < 0) | (other >= experts)))
-        if rows is not None:
-            for at in range(before, most_rows, BLOCK):
-                row = at + tl.arange(0, BLOCK)
-                tl.store(rows + row, -1, mask=row < most_rows)
+        leave_others(everyone, results, pairs, first, experts, BLOCK)
+        for at in range(before, most_rows, BLOCK):
+            row = at + tl.arange(0, BLOCK)
+            tl.store(rows + row, -1, mask=row < most_rows)
+
+
+@triton.jit
+def leave_others(everyone, results, pairs, first, experts, BLOCK: tl.constexpr):
+    """Store -1 as the row of each pair with an expert of another rank, or with none."""
+    for at in range(0, pairs, BLOCK):
+        pair = at + tl.arange(0, BLOCK)
+        other = tl.load(everyone + pair, mask=pair < pairs, other=-1) - first
+        tl.store(results + pair, -1, mask=(pair < pairs) & ((other < 0) | (other >= experts)))
 
 
 @triton.jit
@@ -458,7 +461,16 @@ def _leave(
     chosen, leaving, returned, tokens, k, experts, ranks,
     KP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    send_to_ranks(tl.program_id(0), chosen, leaving, returned, tokens, k, experts, ranks, KP, TOKENS)
+
+
+@triton.jit
+def send_to_ranks(
+    block, chosen, leaving, returned, tokens, k, experts, ranks,
+    KP: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Store where a block of TOKENS tokens leaves, and what comes back for it; see :class:`ExpertRoutes`."""
+    token = block * TOKENS + tl.arange(0, TOKENS)
     choice = tl.arange(0, KP)
     inside = (token < tokens)[:, None] & (choice < k)[None, :]
     expert = tl.load(chosen + token[:, None] * k + choice[None, :], mask=inside, other=-1)
