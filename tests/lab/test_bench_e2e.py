@@ -34,9 +34,11 @@ def test_what_the_file_has_is_not_measured_again(monkeypatch: pytest.MonkeyPatch
     done = row(step_ms=1.0)
     monkeypatch.setattr(steps, "rows_there", lambda *_: (done, row(size="x", note="too large")))
     monkeypatch.setattr(steps, "run_study", lambda _, options, **more: seen.append((options, more)))
-    study.main(EndToEndOptions(**QUICK, json=tmp_path / "e2e.json", resume=True))
-    ((options, more),) = seen
+    path = tmp_path / "e2e.json"
+    assert not any(study.main(EndToEndOptions(**QUICK, json=path, resume=resume)) for resume in (True, False))
+    (options, more), (_, anew) = seen
     assert options.done == {("decode", "tiny", "")} and more["known"][0] is done
+    assert more["grows"] == anew["grows"] == path and not anew["known"], "a study that is ended leaves what it has"
     with pytest.raises(ValueError, match="a file that json names"):
         EndToEndOptions(resume=True)
 

@@ -151,7 +151,7 @@ def run_study(
         options: its options.
         place: where to run it; None chooses by the options.
         known: rows that are there already; of what is measured again the new one counts (``Study.key``).
-        grows: file that is written anew with every row; None writes none.
+        grows: file that is written anew with every row; None and ``STDOUT`` are not.
         further: puts pictures into the folder of the report that are drawn from no rows.
         show: shows what was measured.
 
@@ -176,7 +176,7 @@ def run_study(
         return dataclasses.replace(empty, rows=rows)
 
     def grown() -> None:
-        if grows is not None:
+        if grows is not None and grows != STDOUT:
             result_files.write(grows, results())
 
     follower: StudyFollower[R] = StudyFollower(study.row, progress, grown)

@@ -28,7 +28,7 @@ FEWEST_ROUNDS = 4
 
 
 def run_resumed(study: Study[R], options: Any, done: Callable[[R], Hashable]) -> Results | None:
-    """Measure what the file does not have; with ``resume`` it grows row by row.
+    """Measure what the file does not have; it grows row by row, so that a study that is ended leaves what it has.
 
     Args:
         study: what to run.
@@ -39,7 +39,7 @@ def run_resumed(study: Study[R], options: Any, done: Callable[[R], Hashable]) ->
     known = rows_there(study, options.json, place) if options.resume else ()
     found: Any = known
     options = dataclasses.replace(options, done=frozenset(done(row) for row in found if row.step_ms is not None))
-    return run_study(study, options, place=place, known=known, grows=options.json if options.resume else None)
+    return run_study(study, options, place=place, known=known, grows=options.json)
 
 
 def step_columns(times: Rounds | None, library: Rounds | None, floor: Rounds | None) -> dict[str, Any]:

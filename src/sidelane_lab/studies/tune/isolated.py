@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from sidelane.choice.candidate import DMA, SM
-from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.reference import rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
@@ -67,7 +66,7 @@ def main(options: IsolatedOptions) -> Results | None:
     progress = None if options.quiet else progress_console()
     if progress is not None and known:
         progress.print(f"goes on: {len(known)} rows are there ({path})", markup=False, soft_wrap=True)
-    results = run_study(STUDY, options, place=place, known=known, grows=None if path == STDOUT else path)
+    results = run_study(STUDY, options, place=place, known=known, grows=path)
     if progress is not None and results is not None:
         progress.print(f"kept: {path}", markup=False, soft_wrap=True)
     return results
