@@ -18,7 +18,7 @@ from sidelane.collectives.call_cache import (
 )
 from sidelane.collectives.call_forms import CallForm, SingleCall
 from sidelane.collectives.calls import Calls
-from sidelane.collectives.pool_offsets import OFFSETS, Outcomes, PostedOffsets
+from sidelane.collectives.pool_offsets import NOT_COMPARED, OFFSETS, Outcomes, PostedOffsets
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.work import Work
@@ -124,11 +124,14 @@ class CallPath:
                 else:
                     prepared, is_repeated = self._prepare(found, known)
             work = calls.run(prepared, number, async_op, call_form.tensors, call_form.written(), found.caller)
-            # Compiled code knows tensors by their addresses only, which say nothing about those in pools.
-            if remember and self.repeats is not None and not found.is_pooled:
+            if remember and self.repeats is not None:
+                # Compiled code knows tensors by their addresses, and those in pools by their storages, too.
                 program = known if isinstance(known, ShapeProgram) else None
-                if is_repeated:
-                    self.repeats.remember(found.key, prepared, found.caller, call_form=call_form.repeated_as)
+                if is_repeated and not (async_op and found.is_pooled and NOT_COMPARED in str(found.key[-1])):
+                    storages = self._pool_offsets.storages(call_form.tensors) if found.is_pooled else ()
+                    self.repeats.remember(
+                        found.key, prepared, found.caller, call_form=call_form.repeated_as, storages=storages
+                    )
                 elif program is not None:
                     self.repeats.remember(found.key, prepared, found.caller, shape=found.shape, program=program)
         except KeyboardInterrupt as error:
@@ -188,8 +191,9 @@ class CallPath:
         if compared is None or compared.posts != posts:
             compared = self._compare(number, call_form, found, planned, posts)
             self._cache.entry(found.key).compared = compared
-        if offsets is not None:
-            self._pool_offsets.note(offsets, compared.outcomes)
+        known_in_c = offsets is not None and self._pool_offsets.note(offsets, compared.outcomes)
+        if known_in_c and self.repeats is not None:
+            self.repeats.forget()
         return compared.prepared
 
     def _compare(

@@ -26,6 +26,9 @@ OFFSETS = " offsets "
 
 BUFFERS = (Buffer.OUTPUT, Buffer.INPUT)
 
+NOT_COMPARED = "its place in the pool has not been compared with the peers' yet"
+"""Reason why a tensor is staged whose place the next synchronous call may compare."""
+
 _SWEEP = 1024
 """Number of remembered storages at which deleted ones are removed for the first time."""
 
@@ -35,6 +38,10 @@ PostedOffset = tuple[str, int, int] | None
 Outcomes = tuple[str | None, ...]
 """Results of a comparison, by tensors or pairs and ``BUFFERS``: empty for a storage at one place on all ranks, else the
 reason why it is staged; None for a tensor that some rank does not compare."""
+
+
+PlacedStorage = tuple[StorageWeakRef, int] | None
+"""A storage in a pool, and the address at which it begins; None for a tensor elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +85,7 @@ class PoolOffsets:
         # The results, by address of the C++ StorageImpl, which is not reused while the weak reference exists.
         self._known: dict[int, tuple[StorageWeakRef, int, str]] = {}
         self._most = _SWEEP
+        self._passed: set[int] = set()  # storages without a result of which compiled code knows calls
 
     def alike(self, tensor: torch.Tensor) -> bool:
         """Return True if the ranks have compared the storage of a tensor, and it lies at one offset on all of them."""
@@ -103,9 +111,22 @@ class PoolOffsets:
             return "it is ordinary memory (allowed=tensors of Communicator.empty, tensors of a sidelane.pool)"
         return self._reason(tensor)
 
+    def storages(self, tensors: Sequence[torch.Tensor | None]) -> tuple[PlacedStorage, ...]:
+        """Return the storages of tensors, for compiled code: until :meth:`note` is True, calls on them run alike.
+
+        As long as a reference to a storage exists, no other storage has its ``_cdata``.
+        """
+        pooled = [
+            None if each is None or self._heap.pool_at(each.data_ptr()) is None else each.untyped_storage()
+            for each in tensors
+        ]
+        starts = {each._cdata: each.data_ptr() for each in pooled if each is not None}
+        self._passed.update(key for key, start in starts.items() if self._known.get(key, (None, 0))[1] != start)
+        return tuple(None if each is None else (StorageWeakRef(each), each.data_ptr()) for each in pooled)
+
     def _reason(self, tensor: torch.Tensor) -> str:
         found = self._found(tensor)
-        return "its place in the pool has not been compared with the peers' yet" if found is None else found
+        return NOT_COMPARED if found is None else found
 
     def _found(self, tensor: torch.Tensor) -> str | None:
         """Return the result for the storage of a tensor (:data:`Outcomes`); None if there is none yet."""
@@ -170,8 +191,8 @@ class PoolOffsets:
         ]
         return reached if any(is_symmetric) else None, outcomes
 
-    def note(self, posted: PostedOffsets, outcomes: Outcomes) -> None:
-        """Remember the results of a comparison by storage."""
+    def note(self, posted: PostedOffsets, outcomes: Outcomes) -> bool:
+        """Remember the results of a comparison by storage. Return True if compiled code knows calls on one of them."""
         if len(self._known) >= self._most:
             # Living storages are never forgotten: this rank would compare again, and its peers would not.
             self._known = {key: found for key, found in self._known.items() if not found[0].expired()}
@@ -179,6 +200,7 @@ class PoolOffsets:
         for storage, outcome in zip(posted.storages, outcomes, strict=False):
             if storage is not None and outcome is not None:
                 self._known[storage._cdata] = StorageWeakRef(storage), storage.data_ptr(), outcome
+        return not self._passed.isdisjoint(each._cdata for each in posted.storages if each is not None)
 
     def _to_compare(
         self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]

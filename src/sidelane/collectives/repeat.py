@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +14,7 @@ from sidelane.collectives.backend import KernelRunnable
 from sidelane.collectives.call_cache import MOST_BYTES, Key, PreparedCall, Shape, ShapeProgram
 from sidelane.collectives.call_forms import SingleCall
 from sidelane.collectives.calls import Calls, count_writes
+from sidelane.collectives.pool_offsets import PlacedStorage
 from sidelane.collectives.prepare import Preparer
 from sidelane.execute.base import CallerStream, Questions
 from sidelane.memory import heap
@@ -95,20 +97,22 @@ class Repeats:
         caller: CallerStream,
         *,
         call_form: SingleCall | None = None,
+        storages: Sequence[PlacedStorage] = (),
         shape: Shape | None = None,
         program: ShapeProgram | None = None,
     ) -> None:
         """Remember a call that has just been made, if it will be made the same way again.
 
         Args:
-            key: kind, variant, beside, details, frozen, generation, identities of the tensors.
+            key: kind, variant, beside, details, frozen, generation, identities of the tensors, and more in pools.
             prepared: the prepared call that ran.
             caller: the stream on which it ran.
             call_form: the caller's arguments, for a call with lists; the details in ``key`` hold more than these then.
+            storages: storages of its tensors, if any of them lies in a pool.
             shape: shape of the call, to make calls of it again at any addresses; None: only at these.
             program: program of the shape.
         """
-        kind, variant, beside, details, frozen, made_at, identities = key
+        kind, variant, beside, details, frozen, made_at, identities = key[:7]
         known = cast("tuple[tuple[Any, ...], ...]", identities)
         if frozen or not 0 < len(known) <= MOST_TENSORS or not all(map(_is_ordinary, known)):
             return
@@ -129,6 +133,10 @@ class Repeats:
         if repetition is None or payload is None or generation != made_at:
             return  # it cannot be repeated, or memory was allocated since it was looked up
         lists = 0
+        tensors = tuple(
+            identity[:3] if each is None else (*identity[:3], each[0].cdata, each[1])
+            for identity, each in itertools.zip_longest(known, storages)
+        )
         if call_form is not None:
             details, lists = call_form.details, len(call_form.tensors)
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
@@ -136,9 +144,9 @@ class Repeats:
             self.forget()  # all: those that come again are passed again
         self._nbytes += loaded_bytes(prepared.loaded.program)
         self.replay.remember(
-            *(kind, tuple(identity[:3] for identity in known), lists, details, variant, beside, generation, caller[0]),
+            *(kind, tensors, lists, details, variant, beside, generation, caller[0]),
             *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(prepared, form),
+            *((prepared, storages), form),
         )
         preparer = self._preparer
         is_there = preparer.cache.prepared(key) is prepared if shape is None else preparer.program_of(shape) is program

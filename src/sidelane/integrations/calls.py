@@ -5,7 +5,7 @@ that every rank gives. Each rank handles by itself tensors that are not contiguo
 
 One choice depends on whether tensors are symmetric, too: NCCL makes large calls on ordinary ones
 (``dispatch.MOST_STAGED``). The ranks compare that in the first call of a size alone; in later ones it must be alike on
-all of them. Calls with parts of several sizes depend on whether the group has any symmetric memory.
+all of them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,13 @@ def parted(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) 
     whole = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
     yield [whole]
     parts = zip(tensors, whole.split([tensor.numel() for tensor in tensors]), strict=True)
-    torch._foreach_copy_([tensor.data for tensor in tensors], [part.view(tensor.shape) for tensor, part in parts])
+    copy_bits([tensor.data for tensor in tensors], [part.view(tensor.shape) for tensor, part in parts])
+
+
+def copy_bits(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    """Copy tensors with few kernels. On GPUs torch's kernel converts small floats, which makes all NaN the same one."""
+    written, read = ([each.view(_BITS.get(each.itemsize, each.dtype)) for each in side] for side in (outputs, inputs))
+    torch._foreach_copy_(written, read)
 
 
 def joined(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) -> torch.Tensor:
@@ -87,6 +93,7 @@ def wholes(
     return None if whole is None else (whole, other) if operation.has_output_parts else (other, whole)
 
 
+_BITS = {1: torch.uint8, 2: torch.int16}
 _CONTIGUOUS = torch.contiguous_format
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors of the caller, each with its contiguous copy that a call writes."""

@@ -60,9 +60,10 @@ MOST_STAGED: Mapping[GroupOperation, tuple[float, float]] = MappingProxyType(
 On two H200s an all-to-all of 64 MB takes 137 us with NCCL, 153 staged and 101 in symmetric memory, one of 1 GB 1618,
 1794 and 1401; all other collectives alone are faster staged than with NCCL (results/h200x2/ordinary.json). Asynchronous
 calls run beside a computation, with which the copies take turns: steps of DDP took 0.1 to 1.1% longer staged
-(results/h200x2/clients.json), those of Megatron-core's distributed optimizer up to 4%. Parts of several sizes are
-exchanged by the hosts, since a rank knows its own sizes only. That takes 5 to 14 times as long as NCCL's call
-(results/h200x2/group-forms.txt), so NCCL makes all such calls of a group without symmetric memory.
+(results/h200x2/clients.json), those of Megatron-core's distributed optimizer up to 4%. Sizes of parts are exchanged by
+the hosts, since a rank knows its own only: equal ones here say nothing of those elsewhere. That takes 250 to 1,000 us
+more than NCCL's call (results/h200x2/group-forms.txt), and symmetric memory saves 35 us of 64 MiB. So NCCL makes all
+such calls, wherever their tensors lie: a choice by their size or place would differ among the ranks.
 """
 
 NEVER = (math.inf, math.inf)
@@ -265,8 +266,8 @@ class GroupDispatcher:
             # NCCL refuses ranks that share a GPU, on which programs are tried.
             gpu = str(torch.cuda.get_device_properties(first.device).uuid) if first.is_cuda else self.life.rank
             is_shared = len(set(exchanged(made, gpu))) < len(self.life.ranks)
-            size = f"more than {format_bytes(int(most))}" if is_sized else "sizes that peers do not know"
-            why = f"{kind}ordinary tensors of {size}; in a sidelane.pool Sidelane makes it"
+            why = f"{kind}ordinary tensors of more than {format_bytes(int(most))}; in a sidelane.pool Sidelane makes it"
+            why = why if is_sized else f"{kind}parts of sizes that peers do not know"
             head = name, calls.dtype_name(first.dtype), device, self.names[device]
             row = self._left[key] = (*head, "" if is_shared else why)
         if not row[-1]:
@@ -276,21 +277,16 @@ class GroupDispatcher:
         return row[-1]
 
     def _may_leave(self, operation: GroupOperation, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return True if NCCL may make a call: every tensor, or a copy of it, would be staged."""
+        """Return True if NCCL may make a call: its sizes differ among the ranks, or all of its tensors are ordinary."""
         device = tensors[0].device.type
         made = self.life.communicators.get(device)
-        # Through host memory NCCL stages all of it as well, and the sizes are of GPUs with peers. Where the ranks have
-        # parts of several sizes, one without any bytes cannot tell by its tensors.
+        # Through host memory NCCL stages all of it as well, and the sizes are of GPUs with peers.
         return (
             isinstance(made, Communicator)
             and (self.names.get(device), made.config.beside) == ("nccl", settings.NOTHING)
             and len(self.life.ranks) > 1
             and not made.backend.peers.through_host
-            and (
-                all(is_outside(each.data_ptr()) for each in tensors if each.is_contiguous())
-                if operation.repeats
-                else made.heap.is_empty
-            )
+            and (not operation.repeats or all(is_outside(each.data_ptr()) for each in tensors if each.is_contiguous()))
         )
 
     def pass_on(

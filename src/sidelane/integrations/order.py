@@ -23,7 +23,7 @@ from sidelane.collectives.call_forms import own_part
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT, CallFuture, CallThread
 from sidelane.errors import CommunicatorClosedError, PeerError
-from sidelane.integrations.calls import GroupCall, dtype_name, wholes
+from sidelane.integrations.calls import GroupCall, copy_bits, dtype_name, wholes
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.works import EndedWork, HostWork, OtherWork
 from sidelane.memory import ending
@@ -92,10 +92,13 @@ class RepeatedCall:
     def make(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Make a call on these tensors, the output first; autograd does not record it, as with all calls."""
         data = tuple(tensor.data for tensor in tensors)
-        if self.operation.has_parts:
+        given: Any = self.columns(data) if self.operation.has_lists else data
+        if self.operation.is_listed:
+            given = map(list, given)
+        elif self.operation.has_parts and (given := wholes(self.operation, *given)) is None:
             self._make_parted(*self.columns(data))
-        else:
-            self._method(*(map(list, self.columns(data)) if self.operation.is_listed else data), **self._options)
+            return
+        self._method(*given, **self._options)
 
     def _make_parted(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Make a call on parts of one size, which may lie anywhere, in one tensor in their place."""
@@ -109,7 +112,7 @@ class RepeatedCall:
         if not self.communicator.repeat_call(self.kind, given, self.details, 0):
             self._method(*given, **self._options)
         if writes:
-            torch._foreach_copy_(parts, whole.unbind())
+            copy_bits(parts, whole.unbind())
 
     def take_choice(self, choice: Choice) -> None:
         """Count calls in the row of another choice from now on."""

@@ -142,11 +142,6 @@ class SymmetricHeap:
             self._starts = [start for start in self._starts if start[1] != number]
         _begin_generation()
 
-    @property
-    def is_empty(self) -> bool:
-        """True as long as the ranks have allocated nothing: every tensor is ordinary memory, on all of them."""
-        return not self._blocks
-
     def locate(self, tensor: torch.Tensor) -> Region:
         """Return the region of a contiguous tensor.
 

@@ -37,6 +37,7 @@ enum Effect { SET, SET_NUMBER, SET_PAIR, APPEND_PAIR, COUNT, EFFECTS };
 typedef struct {
     uint64_t address, nbytes;
     PyObject *dtype;
+    uint64_t storage, start; /* of one in a pool that an entry is for: its storage, and where that begins; else 0 */
 } Tensor;
 
 /* What a caller asks for, of whose tensors everything is known. There is room for two at least. */
@@ -133,7 +134,7 @@ typedef struct {
 
 static PyTypeObject MarkType;
 
-static PyObject *n_get_device, *n_untyped_storage, *n_data_ptr, *n_nbytes, *n_dtype, *n_is_contiguous, *n_is_neg, *n_locked, *n_written, *n_status, *n_digest, *n_unread;
+static PyObject *n_get_device, *n_untyped_storage, *n_cdata, *n_data_ptr, *n_nbytes, *n_dtype, *n_is_contiguous, *n_is_neg, *n_locked, *n_written, *n_status, *n_digest, *n_unread;
 
 /* --- small questions --------------------------------------------------------------------------------------------- */
 
@@ -434,10 +435,11 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
         goto fail;
     }
     for (Py_ssize_t i = 0; i < request->tensors; i++) {
-        unsigned long long address, nbytes;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tensors, i), "KKO", &address, &nbytes, &request->tensor[i].dtype))
+        unsigned long long address, nbytes, storage = 0, start = 0;
+        PyObject *dtype;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tensors, i), "KKO|KK", &address, &nbytes, &dtype, &storage, &start))
             goto fail;
-        request->tensor[i].address = address, request->tensor[i].nbytes = nbytes;
+        request->tensor[i] = (Tensor){address, nbytes, dtype, storage, start};
     }
     if (read_steps(entry, steps) || read_words(entry, words) || read_notes(entry, notes) ||
         read_shape(entry, shape))
@@ -658,6 +660,33 @@ static Entry *find_shape(Replay *self, const Request *request, PyObject *tensors
     /* Python may have let other threads run. */
     int open = ordinary == 1 && !entry->dropped && entry->generation == PyList_GET_ITEM(self->generation, 0);
     if (open && is_open(self) == 1)
+        return entry;
+    leave_entry(entry);
+    return NULL;
+}
+
+/* 1: a tensor has the storage whose place the ranks have compared, where an entry is for one. -1: an error. */
+static int is_compared(PyObject *object, const Tensor *known)
+{
+    uint64_t place, start;
+    if (!known->storage)
+        return 1;
+    PyObject *storage = ask(object, n_untyped_storage);
+    int failed = storage == NULL || unsigned_from(PyObject_GetAttr(storage, n_cdata), &place) ||
+                 unsigned_from(ask(storage, n_data_ptr), &start);
+    Py_XDECREF(storage);
+    return failed ? -1 : place == known->storage && start == known->start;
+}
+
+/* The remembered call that is made at its addresses, with a user more; NULL if there is none, or with an error set. */
+static Entry *find_there(Replay *self, const Request *request, PyObject *tensors, long long stream)
+{
+    const Shape at_its_addresses = {0};
+    Entry *entry = find(self, request, &at_its_addresses, stream);
+    int compared = 1;
+    for (Py_ssize_t i = 0; entry != NULL && i < request->tensors && compared == 1; i++)
+        compared = is_compared(PyTuple_GET_ITEM(tensors, i), &entry->request.tensor[i]);
+    if (compared == 1)
         return entry;
     leave_entry(entry);
     return NULL;
@@ -958,14 +987,13 @@ static PyTypeObject MarkType = {
 /* With the lock of the executor held, which whoever changes what is asked here holds too, or the GIL. */
 static enum Outcome attempt(Replay *self, const Call *call)
 {
-    const Shape at_its_addresses = {0};
     int open = is_open(self); /* a forked copy may not even ask for its device */
     if (open != 1)
         return open < 0 ? ERROR : NOT_NOW;
     Way way;
     if (!find_way(self, call->request->aside, &way))
         return PyErr_Occurred() ? ERROR : NOT_NOW;
-    Entry *entry = find(self, call->request, &at_its_addresses, way.run);
+    Entry *entry = find_there(self, call->request, call->tensors, way.run);
     if (entry == NULL && !PyErr_Occurred())
         entry = find_shape(self, call->request, call->tensors, way.run);
     if (entry == NULL)
@@ -1366,7 +1394,7 @@ PyMODINIT_FUNC PyInit_sidelane_replay(void)
     struct {
         PyObject **object;
         const char *text;
-    } names[] = {{&n_get_device, "get_device"}, {&n_untyped_storage, "untyped_storage"}, {&n_data_ptr, "data_ptr"}, {&n_nbytes, "nbytes"}, {&n_dtype, "dtype"},
+    } names[] = {{&n_get_device, "get_device"}, {&n_untyped_storage, "untyped_storage"}, {&n_cdata, "_cdata"}, {&n_data_ptr, "data_ptr"}, {&n_nbytes, "nbytes"}, {&n_dtype, "dtype"},
                  {&n_is_contiguous, "is_contiguous"}, {&n_is_neg, "is_neg"}, {&n_locked, "locked"},
                  {&n_written, "written"}, {&n_status, "status"}, {&n_digest, "digest"}, {&n_unread, "unread"}};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)

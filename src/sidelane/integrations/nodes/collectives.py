@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
+from sidelane.integrations.calls import copy_bits
 from sidelane.integrations.nodes.status import NodesStatus
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.works import OtherWork
@@ -128,7 +129,7 @@ class TensorSteps:
         """Copy tensors (to, from) in any order."""
         found = [(to, given) for to, given in pairs if to.data_ptr() != given.data_ptr()]
         if len(found) > _FEW:
-            torch._foreach_copy_([to for to, _ in found], [given for _, given in found])  # few kernels on GPUs
+            copy_bits([to for to, _ in found], [given for _, given in found])
         else:
             for to, given in found:
                 to.copy_(given)
