@@ -53,11 +53,12 @@ COMMANDS: dict[str, set[str]] = {
     "c3 --machine mi300x8": PREDICTED,
     "collective --machine mi300x8": PREDICTED,
     "phases --machine mi300x8 --max-bytes 1K": PREDICTED,
+    "plan --trace STEP.json --machine mi300x8": PREDICTED,
     "replay STEP.json --machine mi300x8": PREDICTED,
     "recorder DUMP": {"ranks", "findings"},
     f"regress {RESULTS} {RESULTS}": {"study", "noise", "lost", "rows"},
 }
-KERNEL = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 9, "pid": 0, "tid": 7, "args": {"stream": 7}}
+KERNEL = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce", "ts": 0, "dur": 9, "args": {"stream": 7}}
 SLOW = ("chain", "claims", "clients", "demo", "e2e", "fsdp", "fused --device", "gemms", "host", "layouts", "ordinary",
         "pg", "plan", "prelaunch", "tune")  # fmt: skip
 

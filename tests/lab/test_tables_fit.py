@@ -49,9 +49,9 @@ from sidelane_lab.studies.fused.shapes import ON_GPUS
 from sidelane_lab.studies.ordinary import OrdinaryRow, ordinary_tables
 from sidelane_lab.studies.process_group import GroupRow, group_tables
 from sidelane_lab.studies.tune.command import changes_table
-from sidelane_lab.traces import replay as replaying
-from sidelane_lab.traces.command import replay_table
+from sidelane_lab.traces.command import operations_table
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
+from sidelane_lab.traces.strategies import plan_trace
 
 WIDTHS = (40, 80, 200)
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -144,11 +144,12 @@ def of_figures() -> list[Table]:
     return [*tables, list_table(), summary_table(values)]
 
 
-def of_replay() -> list[Table]:
-    times = dict.fromkeys(replaying.CLASSES, 12_345_678.0)
-    found = [replaying.Replay("c3_sp_rp", 128, 12_345_678.0, 1e7, 2_345_678.0, times, (), ())]
-    trace = TraceGraph("pytorch_profile.json.gz", (TraceNode(1, "gemm", NodeKind.COMPUTE),))
-    return [replay_table(named("mi300x8"), trace, found)]
+def of_trace() -> list[Table]:
+    moved = {"collective": "reduce_scatter", "nbytes": 1_234_567_890, "ranks": 8}
+    call = TraceNode(1, "ncclDevKernel_ReduceScatter", NodeKind.COLLECTIVE, (), 1e7, **moved)
+    waits = TraceNode(2, "void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel<int>()", after=(1,),
+                      kind=NodeKind.COMPUTE, duration_us=1e6, start_us=1e7)  # fmt: skip
+    return [operations_table(plan_trace(named("h100x8"), TraceGraph("pytorch_profile.json.gz", (call, waits))))]
 
 
 def of_plan() -> list[Table]:
@@ -231,7 +232,7 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "collective --machine NODES": predicted_among_nodes,
     "pipeline": lambda: occupancy_tables(predict_pipelines(named("mi300x8"), overlap.ASKED)),
     "plan": of_plan,
-    "replay": of_replay,
+    "plan --trace": of_trace,
     "fused --machine": of_fused,
     "claims, sensitivity": of_sensitivity,
     "machines": lambda: [machine_list.machines_table([named(name) for name in machine_names()])],

@@ -25,7 +25,7 @@ from sidelane_lab.model.symmetry import predict_symmetric, stand_in
 from sidelane_lab.model.training import compute_us, step_times
 from sidelane_lab.pairs.workload import parse_workload
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
-from sidelane_lab.traces.replay import replay
+from sidelane_lab.traces.strategies import ENGINES, plan_trace
 
 TWO, TORUS, MESH = named("h100x8x2"), named("mi210x1x128"), named("mi300x8x2")
 NARROW = parse(
@@ -164,15 +164,15 @@ def test_pairs_among_nodes_say_what_is_not_modelled():
         assert f"{what}: nodes of h100x8x2 (value=2, allowed=1; what crosses nodes is modelled for" in shown.output
 
 
-def test_traces_are_replayed_among_nodes():
+def test_traces_are_planned_among_nodes():
     nodes = (
         TraceNode(0, "gemm", NodeKind.COMPUTE, (), 500.0),
         TraceNode(1, "gather", NodeKind.COLLECTIVE, (0,), collective="all_gather", nbytes=4 << 20),
     )
-    serial, engines = replay(TWO, TraceGraph("a trace", nodes), ("serial", "conccl"))
+    found = plan_trace(TWO, TraceGraph("a trace", nodes), is_same=False)
     times = nodes_times(TWO, Kind.ALL_GATHER, 64 << 20)
-    assert serial.time_us == pytest.approx(500 + times.flat_us, rel=1e-3)
-    assert engines.exposed_us == pytest.approx(times.hierarchical_us, rel=0.02)
+    assert found.library_us == pytest.approx(500 + times.flat_us, rel=1e-3)
+    assert found.operations[0].steps_us[ENGINES] - 500 == pytest.approx(times.hierarchical_us, rel=0.02)
 
 
 @pytest.mark.parametrize("strategy", [long("library"), "straight both"])

@@ -1,4 +1,4 @@
-"""Commands that predict alone: ``sidelane machines``, ``claims``, ``figure``, ``pipeline``, ``plan`` and ``replay``."""
+"""Commands that predict alone: ``sidelane machines``, ``claims``, ``figure``, ``pipeline`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -201,6 +201,9 @@ class PlanOptions(CommandOptions):
 
     MODEL is a preset (7B, "Llama 3.1 8B", Qwen3-32B, Mixtral-8x7B, DeepSeek-V3), a config.json of Hugging Face or its
     folder, or layers=32,hidden=4096,feed=14336,heads=32,kv_heads=8. Nothing is downloaded.
+
+    With --trace the step is a recorded one: which collectives are exposed and which kernel waits, the change that gives
+    most, a strategy for each operation.
     """
 
     examples = (
@@ -210,13 +213,14 @@ class PlanOptions(CommandOptions):
         ("sidelane plan --model ./config.json --machine DGX-H100", "my model, from its configuration"),
         ("sidelane plan --model Qwen3-32B --machine 2xh200 --serve", "serving"),
         ("sidelane plan --model 8b --nodes 2..128", "FSDP2, HSDP and DDP on nodes of eight H100s"),
+        ("sidelane plan --trace step.json", "my own step, on the machine that it was recorded on"),
     )
 
     machine: str = option(
         *("--machine", "", 'Such as 8xh100, "8 x H100 SXM", DGX-H100, 2x8xh200, 256xmi300x, or a TOML or JSON file.'),
         group=WHERE,
         type=MACHINE_NAME,
-        show_default="with --nodes h100x8x2",
+        show_default="with --nodes h100x8x2, with --trace the recorded",
     )
     nodes: str = option(
         *("--nodes", "", "So many nodes of the machine instead: 16, or 2,8,32, or 2..128 for powers of two."),
@@ -224,7 +228,13 @@ class PlanOptions(CommandOptions):
         metavar="N",
         show_default="the machine's",
     )
-    model: str = option("--model", "", "Model that is trained or served.", required=True, show_default=False)
+    model: str = option("--model", "", "Model that is trained or served.", show_default=False)
+    trace: Path | None = option(
+        *("--trace", None, "Trace of a step instead, of PyTorch's profiler on one rank (.json, .json.gz)."),
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        show_default=False,
+    )
     serve: bool = option("--serve", False, "Plan serving: decoding and prefill, by tensor parallelism.", is_flag=True)
     tokens: int = option(
         "--tokens",
@@ -263,7 +273,11 @@ class PlanOptions(CommandOptions):
 
 
 def _plan(**parameters: Any) -> None:
-    loaded("model.plan").main(PlanOptions(**values_of(PlanOptions, parameters)))
+    options = PlanOptions(**values_of(PlanOptions, parameters))
+    if bool(options.model) == (options.trace is not None):
+        value = "both" if options.model else "neither"
+        raise ValueError(f"plan: --model or --trace is needed (value={value}, allowed=one of them)")
+    loaded("model.plan" if options.trace is None else "traces.command").main(options)
 
 
 plan = command("plan", _plan, (PlanOptions,), heading=PREDICT)
@@ -272,48 +286,12 @@ plan = command("plan", _plan, (PlanOptions,), heading=PREDICT)
 @click.command(
     cls=GroupedCommand,
     heading=PREDICT,
-    examples=(
-        ("sidelane replay rank.0.et --machine mi300x8", "serial, beside with kernels, beside with copy engines"),
-        ("sidelane replay step.json --machine h200x4 --strategy conccl", "a PyTorch profile"),
-    ),
+    examples=(("sidelane replay step.json --machine h200x4", "a PyTorch profile"),),
 )
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@where("--machine", required=True, type=MACHINE_NAME, help="One of `sidelane machines`, or a TOML or JSON file.")
-@what(
-    "--strategy",
-    "strategies",
-    multiple=True,
-    metavar="NAME",
-    show_default="serial, c3_base and conccl",
-    help="May be repeated.",
-)
-@output(
-    "--write",
-    type=Written(),
-    metavar="FILE",
-    help="Write the run under the last strategy here, as a trace of Chakra.",
-)
-@output(
-    "--write-recorded",
-    type=Written(),
-    metavar="FILE",
-    help="Write TRACE as it was recorded here, as a trace of Chakra: a PyTorch profile for other simulators.",
-)
+@where("--machine", default="", type=MACHINE_NAME, help="As of plan --trace.", show_default="the recorded")
 @json_option
-def replay(
-    trace: Path,
-    machine: str,
-    strategies: tuple[str, ...],
-    write: Path | None,
-    write_recorded: Path | None,
-    json: Path | None,
-) -> None:
-    """Replay a recorded step on a described machine, by strategy.
-
-    TRACE is a Chakra execution trace of one rank, or with .json or .json.gz a trace of PyTorch's profiler. A trace that
-    is cut, whose nodes wait for each other in a circle or for missing ones, or whose times and sizes no step has, is
-    refused with the node's name.
-    """
+def replay(trace: Path, machine: str, json: Path | None) -> None:
+    """Plan a recorded step: the name that plan --trace had before."""
     with plain_errors():
-        replaying = loaded("traces.command")
-        replaying.main(replaying.ReplayOptions(trace, machine, strategies, write, write_recorded, json))
+        loaded("traces.command").main(PlanOptions(trace=trace, machine=machine, json=json))

@@ -32,7 +32,8 @@ from sidelane_lab.papers.fused import (
 )
 from sidelane_lab.papers.measurements import FusedReadings, normalised_between_nodes
 from sidelane_lab.papers.rows import aligned, exact
-from sidelane_lab.traces.dlrm import DlrmPass, dlrm_passes, end_us
+from sidelane_lab.traces.dlrm import DlrmPass, dlrm_passes
+from sidelane_lab.traces.schedule import end_us
 
 STAND_INS = "the text has not all of the shapes: the mean and the best only"
 MI210X2, DLRM_MACHINE = "mi210x1x2", "mi210x1x128"

@@ -1,139 +1,180 @@
-"""The command ``sidelane replay``: a recorded step on a described machine, by strategy."""
+"""``sidelane plan --trace``: which collectives of a recorded step are exposed and why, and what to change."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane.c3.strategies import named
-from sidelane_lab.harness.table import Line, Table
-from sidelane_lab.harness.terminal import progress_console, say, say_written, tables_console
+from sidelane_lab.cli.model import PlanOptions
+from sidelane_lab.harness.table import MISSING, Line, Table
+from sidelane_lab.harness.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.numbers import write_numbers
-from sidelane_lab.machines.spec import Machine
-from sidelane_lab.traces.chakra import read_chakra, write_chakra
-from sidelane_lab.traces.graph import TraceGraph
+from sidelane_lab.machines.spec import Machine, RunStatus
+from sidelane_lab.model.serving import RUNS
+from sidelane_lab.traces.graph import NodeKind, TraceGraph
 from sidelane_lab.traces.kineto import read_kineto
-from sidelane_lab.traces.replay import CLASSES, Replay, kept_collectives, replay
+from sidelane_lab.traces.strategies import KERNELS, LIBRARY, STRAIGHT, STRATEGIES, Operation, TracePlan, plan_trace
 
-STRATEGIES = ("serial", "c3_base", "conccl")
-"""Strategies without ``--strategy``: one after the other, beside each other with kernels, and with copy engines."""
-LONGEST = 5
-"""Number of nodes of the critical path that ``--json`` writes."""
-WORTH = 0.01
-"""Share of a step below which the command calls two strategies alike."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """Options of ``sidelane replay``.
-
-    Attributes:
-        trace: a file of Chakra, or with .json or .json.gz one of PyTorch's profiler.
-        machine: in the catalogue, or a file.
-        strategies: names; none: ``STRATEGIES``.
-        write: file for the run under the last strategy, as a trace of Chakra.
-        write_recorded: file for the trace as it was recorded, as one of Chakra.
-        json: file for the numbers, or ``written.STDOUT``.
-    """
-
-    trace: Path
-    machine: str
-    strategies: tuple[str, ...] = ()
-    write: Path | None = None
-    write_recorded: Path | None = None
-    json: Path | None = None
+SHOWN = 2
+"""Operations that the answer names."""
+HOST_SHARE = 0.2
+"""Share of a step above which the answer says that the GPU waits for the host."""
+LONGEST_NAME = 40
+"""Characters of a kernel's name at the most."""
+WORDS = {LIBRARY: "the library", KERNELS: "Sidelane's kernels", STRAIGHT: "copy engines straight into the parameters"}
+"""Words for strategies, where their names are none."""
 
 
-def main(options: ReplayOptions) -> None:
-    """Print what a trace takes under each strategy, and what copy engines would give it.
+def main(options: PlanOptions) -> None:
+    """Print the answer for a recorded step, and a table of its operations.
 
     Raises:
         OSError: the trace can not be read.
-        ValueError: no such machine or strategy, or a trace that can not run; the message names the node.
+        ValueError: no such machine, or a trace that can not be planned; the message says why.
     """
-    machine, trace = find(options.machine), read_trace(options.trace)
+    assert options.trace is not None
+    trace = read_kineto(options.trace)
+    recorded = recorded_machine(trace)
+    machine = find(options.machine) if options.machine else recorded
+    if machine is None:
+        on = f"{trace.ranks} x {trace.device}" if trace.device else "no GPU that the trace names"
+        raise ValueError(f"plan: --machine is needed (value={on}, allowed=--machine 8xh100, ...)")
     console = tables_console(options.json)
-    with progress_console().status(f"replaying {len(trace.nodes)} nodes"):
-        found = replay(machine, trace, tuple(dict.fromkeys(options.strategies)) or STRATEGIES)
-    console.print(replay_table(machine, trace, found).to_rich())
-    for line in advice(found):
-        say(console, line)
-    rows = [{"trace": options.trace.name, "nodes": len(trace.nodes), **flat(one)} for one in found]
-    written = write_numbers(options.json, "replay", machine, rows)
-    if options.write is not None:
-        written.append(write_chakra(options.write, found[-1].nodes))
-    if options.write_recorded is not None:
-        written.append(write_chakra(options.write_recorded, trace.nodes))
-    say_written(written)
+    with progress(f"planning {len(trace.nodes)} nodes") as update:
+        planned = plan_trace(machine, trace, update, is_same=recorded is not None and recorded.name == machine.name)
+    for line in answer(planned):
+        say(console, line, style="bold")
+    console.print()
+    console.print(operations_table(planned).to_rich())
+    say_written(write_numbers(options.json, "plan_trace", machine, rows(planned)))
 
 
-def read_trace(path: Path) -> TraceGraph:
-    """Read a trace of PyTorch's profiler (``.json``, ``.json.gz``), or one of Chakra (any other name)."""
-    return read_kineto(path) if path.name.endswith((".json", ".json.gz")) else read_chakra(path)
+def recorded_machine(trace: TraceGraph) -> Machine | None:
+    """Return the machine on which a trace was recorded, if it is described."""
+    try:
+        return find(f"{trace.ranks} x {trace.device}") if trace.device and trace.ranks > 1 else None
+    except ValueError:
+        return None
 
 
-def replay_table(machine: Machine, trace: TraceGraph, found: Sequence[Replay]) -> Table:
-    """Milliseconds of the trace by strategy: of the whole, its computation, its collectives, its critical path."""
+def answer(planned: TracePlan) -> list[str]:
+    """Say what is exposed and why, which change gives most, what all of them give, and what to write."""
+    trace, step_us = planned.trace, planned.library_us
+    calls = [one for one in trace.nodes if one.kind is NodeKind.COLLECTIVE and not one.on_host]
+    moving_us = sum(one.duration_us for one in calls) if planned.is_same else _alone_us(planned)
+    where = f"as recorded on {planned.machine.title}" if planned.is_same else f"predicted on {planned.machine.title}"
     lines = [
-        Line(
-            (
-                f"{one.strategy}, {one.units} units" if one.units else one.strategy,
-                *map(_ms, (one.time_us, one.compute_us, one.communication_us, one.exposed_us)),
-                *(_ms(one.critical_us[name]) for name in CLASSES),
-            )
-        )
-        for one in found
+        f"{trace.step} takes {_ms(step_us)} ms, {where}: {len(calls)} collectives take {_ms(moving_us)} ms, of which "
+        f"{_ms(planned.exposed_us)} ms ({_percent(planned.exposed_us, step_us)}) are exposed."
     ]
-    title = f"{Path(trace.source).name}, {len(trace.nodes)} nodes, on {machine.title}: predicted, ms"
-    notes: tuple[str, ...] = (
-        "computation and CPU: as recorded, on whatever machine that was; collectives: as described for this machine",
-        "every collective is among all GPUs of this machine, whose ranks do the same at the same time",
-        "exposed: more than the trace takes if collectives take no time",
-        "last three columns: the critical path, by what runs on it",
+    exposed = sorted(planned.operations, key=lambda one: -one.exposed_us)[:SHOWN]
+    named = [f"{name_of(one)} {_ms(one.exposed_us)} ms ({_why(one)})" for one in exposed if one.exposed_us]
+    lines += [f"Most exposed in the recording: {'; '.join(named)}."] * bool(named)
+    if planned.host_us > HOST_SHARE * step_us:
+        lines.append(
+            f"The GPU waits {_ms(planned.host_us)} ms ({_percent(planned.host_us, step_us)}) for the host: capture the "
+            "step in a CUDA graph, or compile it; collectives matter less."
+        )
+    if planned.single is None:
+        lines.append("No operation would be faster for the step with another strategy.")
+    else:
+        one, strategy, saved = planned.single
+        lines.append(
+            f"The single change that gives most: {name_of(one)} by {WORDS.get(strategy, strategy)}, "
+            f"{_ms(saved)} ms ({_percent(saved, step_us)})."
+        )
+        best = planned.best_us
+        lines.append(
+            f"With the best strategy for each operation: {_ms(best)} ms, {_percent(step_us - best, step_us)} less; "
+            f"{_ms(best - planned.silent_us)} ms stay exposed."
+        )
+    lines.append(_to_write(planned))
+    lines.append(
+        f"How sure: {RUNS.get(planned.machine.runs, planned.machine.runs)}; errors of steps: docs/lab/model.md."
     )
-    if other := sorted({node.ranks for node in trace.nodes} - {0, machine.world_size}):
-        notes = (*notes, f"recorded among {', '.join(map(str, other))} ranks, replayed among {machine.world_size}")
-    if kept := kept_collectives(trace):
-        notes = (*notes, f"{kept} collectives keep their recorded time: their bytes or their kind are not in the trace")
-    columns = ("<strategy", "step", "compute", "collectives\nalone", "exposed", *(f"path:\n{one}" for one in CLASSES))
-    return Table(title, columns, tuple(lines), notes)
+    left = ["peers that are late", "what kernels move through memory"]
+    left += [f"{planned.kept} collectives whose bytes the trace lacks (a warm-up before a CUDA graph has them)"] * (
+        planned.kept > 0
+    )
+    return [*lines, f"Not modelled: {', '.join(left)}."]
 
 
-def advice(found: Sequence[Replay]) -> list[str]:
-    """Say what the fastest strategy saves over the first, and what copy engines save over kernels beside."""
-    first, best = found[0], min(found, key=lambda one: one.time_us)
-    if not first.communication_us:
-        return ["The trace has no collective that takes time: strategies make no difference."]
-    lines = [_saving(best, first)] if best is not first else []
-    beside = [one for one in found if named(one.strategy).concurrent]
-    kernels = [one for one in beside if named(one.strategy).mover.takes_units]
-    engines = [one for one in beside if one not in kernels]
-    if kernels and engines:
-        line = _saving(*(min(ones, key=lambda one: one.time_us) for ones in (engines, kernels)))
-        lines += [line] if line not in lines else []
-    return lines
+def _to_write(planned: TracePlan) -> str:
+    taken = {name for name in planned.chosen if name != LIBRARY}
+    if planned.machine.runs is RunStatus.UNSUPPORTED:
+        return "Sidelane has never run on AMD GPUs: the plan says what copy engines could give."
+    if STRAIGHT in taken:
+        return "Write after fully_shard(model): from sidelane import fsdp; enabled = fsdp.enable(model)"
+    if taken:
+        return 'Write: import sidelane, and dist.new_group(backend="sidelane") for the group of these operations.'
+    return "Leave the vendor's library."
 
 
-def _saving(one: Replay, other: Replay) -> str:
-    saved_us = other.time_us - one.time_us
-    if abs(saved_us) < WORTH * other.time_us:
-        return f"{one.strategy} instead of {other.strategy}: less than 1% of the step."
-    words = "less" if saved_us > 0 else "more"
-    share = 100 * abs(saved_us) / other.time_us
-    return f"{one.strategy} instead of {other.strategy}: {_ms(abs(saved_us))} ms {words} ({share:.0f}%)."
+def operations_table(planned: TracePlan) -> Table:
+    """Make a table of the operations: milliseconds as recorded, microseconds of a call by strategy, what to take."""
+    lines = []
+    for one, strategy in zip(planned.operations, planned.chosen, strict=True):
+        times = (f"{one.times_us[name]:.0f}" if name in one.times_us else MISSING for name in STRATEGIES[:-1])
+        step = planned.library_us - min((us for us in one.steps_us.values()), default=planned.library_us)
+        cells = (name_of(one), str(len(one.calls)), str(one.ranks), _ms(one.recorded_us), _ms(one.exposed_us), *times)
+        lines.append(Line((*cells, _ms(max(0.0, step)), strategy, _why(one))))
+    notes = [
+        "recorded, exposed: sums of the calls, exposed: nothing else runs on this GPU; us: a call alone, predicted",
+        "saves: of the step, by the best other strategy for this operation alone; takes: for the least step of all",
+        "computations and the host: as recorded; beside collectives they are slower by what the recording says",
+        "straight: on copy engines into FSDP2's parameters, without the copies out of its buffers",
+    ]
+    recorded = {one.ranks for one in planned.trace.nodes} - {0, planned.machine.world_size}
+    if recorded and not planned.is_same:
+        notes.append(f"recorded among {', '.join(map(str, sorted(recorded)))} ranks")
+    title = f"{Path(planned.trace.source).name}, {planned.trace.step}, on {planned.machine.title}: operations"
+    us = tuple(f"{name}\nus" for name in STRATEGIES[:-1])
+    columns = (
+        "<operation",
+        "calls",
+        "ranks",
+        "recorded\nms",
+        "exposed\nms",
+        *us,
+        "saves\nms",
+        "<takes",
+        "<waits for it",
+    )
+    return Table(title, columns, tuple(lines), tuple(notes), keys=1)
 
 
-def flat(one: Replay) -> dict[str, Any]:
-    """Return the object that ``--json`` writes, with the nodes of the critical path that take longest in this run."""
-    fields = ("strategy", "units", "time_us", "compute_us", "communication_us", "exposed_us", "critical_us")
-    took_us = {node.ident: node.duration_us for node in one.nodes}
-    longest = sorted(one.path, key=lambda node: -took_us[node.ident])[:LONGEST]
-    rows = [{"node": node.ident, "name": node.name, "us": took_us[node.ident]} for node in longest]
-    return {name: getattr(one, name) for name in fields} | {"longest": rows}
+def rows(planned: TracePlan) -> list[dict[str, Any]]:
+    """Return the objects that ``--json`` writes: the step, then its operations."""
+    names = ("is_same", "library_us", "best_us", "silent_us", "exposed_us", "host_us", "kept")
+    step = {"trace": Path(planned.trace.source).name, "step": planned.trace.step}
+    found: list[dict[str, Any]] = [step | {name: getattr(planned, name) for name in names}]
+    for one, strategy in zip(planned.operations, planned.chosen, strict=True):
+        of_it = {"kind": str(one.kind), "bytes": one.nbytes, "ranks": one.ranks, "calls": len(one.calls)}
+        times = {"recorded_us": one.recorded_us, "exposed_us": one.exposed_us, "waiting": list(one.waiting)}
+        found.append(of_it | times | {"times_us": one.times_us, "steps_us": one.steps_us, "takes": strategy})
+    return found
+
+
+def name_of(one: Operation) -> str:
+    """Return words for an operation."""
+    return f"{one.kind} of {one.nbytes / 1e6:.3g} MB"
+
+
+def _alone_us(planned: TracePlan) -> float:
+    return sum(len(one.calls) * one.times_us[LIBRARY] for one in planned.operations)
+
+
+def _why(one: Operation) -> str:
+    if not one.waiting:
+        return "the host is late"
+    name = one.waiting[0].removeprefix("void ").partition("(")[0].partition("<")[0].rpartition("::")[2]
+    return f"{name[:LONGEST_NAME]} waits"
+
+
+def _percent(us: float, whole_us: float) -> str:
+    return f"{100 * us / whole_us:.1f}%"
 
 
 def _ms(us: float) -> str:
-    return f"{us / 1e3:.3f}" if us < 1e4 else f"{us / 1e3:.1f}"
+    return f"{us / 1e3:.2f}" if us < 1e4 else f"{us / 1e3:.1f}"

@@ -17,8 +17,6 @@ on all tables, the loss and the optimizer of the MLPs.
 from __future__ import annotations
 
 import dataclasses
-import heapq
-from collections.abc import Sequence
 
 from sidelane_lab.machines.network import exchange_pace
 from sidelane_lab.machines.ranges import remembered
@@ -28,6 +26,7 @@ from sidelane_lab.model.operators import Embedding
 from sidelane_lab.model.symmetry import predict_symmetric
 from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.traces.graph import NodeKind, TraceNode
+from sidelane_lab.traces.schedule import scheduled
 
 COMPUTES, NETWORK = "computes", "network"
 """Names of what runs one node after another."""
@@ -67,7 +66,8 @@ def dlrm_passes(machine: Machine, step: DlrmPass) -> tuple[tuple[TraceNode, ...]
     if machine.gpus > 1 or machine.links.network is not NetworkTopology.TORUS:
         value, allowed = f"{machine.nodes} of {machine.gpus} GPUs", "several of one GPU on a torus, as in the paper"
         raise ValueError(f"dlrm_passes: nodes of {machine.name} (value={value}, allowed={allowed})")
-    return scheduled(dlrm_graph(machine, step, fused=False)), scheduled(dlrm_graph(machine, step, fused=True))
+    unfused, fused = (scheduled(dlrm_graph(machine, step, fused=one), _exchange_first) for one in (False, True))
+    return unfused, fused
 
 
 def dlrm_graph(machine: Machine, step: DlrmPass, *, fused: bool) -> list[TraceNode]:
@@ -148,43 +148,6 @@ def all_reduce_us(machine: Machine, step: DlrmPass) -> float:
     return float(machine.library.all_reduce_us) + hops * float(links.network_us) + sent / (2 * link * 1e3)
 
 
-def scheduled(nodes: Sequence[TraceNode]) -> tuple[TraceNode, ...]:
-    """Return the nodes with their begins, each as soon as what it is after has ended and its lane is free.
-
-    Of several that are ready the network takes an all-to-all first, and else what was issued first; what it has begun
-    it ends. Nodes of no lane wait for nothing but what they are after.
-    """
-    missing = {node.ident: len(node.after) for node in nodes}
-    followers: dict[int, list[TraceNode]] = {node.ident: [] for node in nodes}
-    for node in nodes:
-        for ident in node.after:
-            followers[ident].append(node)
-    ready: dict[str, list[tuple[bool, int, TraceNode]]] = {lane: [] for lane in (COMPUTES, NETWORK, "")}
-    begins: dict[int, float] = {}
-    busy: set[str] = set()
-    ends: list[tuple[float, int, TraceNode]] = []
-    now, released = 0.0, [node for node in nodes if not node.after]
-    while True:
-        for node in released:
-            heapq.heappush(ready[node.lane], (node.collective != "all_to_all", node.ident, node))
-        for lane, waiting in ready.items():
-            while waiting and lane not in busy:
-                node = heapq.heappop(waiting)[2]
-                begins[node.ident] = now
-                heapq.heappush(ends, (now + node.duration_us, node.ident, node))
-                busy |= {lane} - {""}
-        if not ends:
-            assert len(begins) == len(nodes), "a node waits for what comes behind it"
-            return tuple(dataclasses.replace(node, start_us=begins[node.ident]) for node in nodes)
-        now, _, ended = heapq.heappop(ends)
-        busy.discard(ended.lane)
-        released = []
-        for node in followers[ended.ident]:
-            missing[node.ident] -= 1
-            if not missing[node.ident]:
-                released.append(node)
-
-
-def end_us(nodes: Sequence[TraceNode]) -> float:
-    """Return when the last node has ended."""
-    return max(node.start_us + node.duration_us for node in nodes)
+def _exchange_first(node: TraceNode) -> float:
+    """Put all-to-alls before other collectives of the network."""
+    return float(node.collective != "all_to_all")

@@ -7,8 +7,11 @@ keeps its order. Time in which a kernel could have begun by that and did not is 
     compute  |  gemm 1  |      |  gemm 2  |             gemm 2 waits for gemm 1; gather waits for gemm 1
     NCCL                | gather  |                     the pause before gemm 2 is the CPU's
 
-Kernels of collectives have their names and sizes since PyTorch 2.2. Of older traces they are those of the call of the
-process group in which the CPU launched the kernel, if shapes were recorded.
+Kernels of collectives have their names and sizes since PyTorch 2.2. Kernels of a CUDA graph have none: they get those
+of as many eager calls before it in the same trace, a warm-up for example.
+
+Of a recording of several steps the last one counts: what was launched in the last ``ProfilerStep#``, or else what
+repeats itself to the end, kernel by kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import json
-import math
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -35,21 +39,23 @@ COLLECTIVES = {
 }
 """Names of collectives by what the names of PyTorch's calls and NCCL's kernels have in them, the longer one first."""
 ELEMENT_BYTES = {
-    **dict.fromkeys(("Double", "Long", "double", "long", "long int"), 8),
-    **dict.fromkeys(("Float", "Int", "float", "int"), 4),
-    **dict.fromkeys(("Half", "BFloat16", "Short", "c10::Half", "c10::BFloat16", "short"), 2),
+    **dict.fromkeys(("Double", "Long"), 8),
+    **dict.fromkeys(("Float", "Int"), 4),
+    **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
     **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
-    **dict.fromkeys(("signed char", "unsigned char", "bool"), 1),
 }
-"""Bytes of an element, by the profiler's name of its type: of kernels, and of inputs of calls."""
-CALL = "nccl:"
-"""Begin of the names of a process group's calls."""
+"""Bytes of an element, by the profiler's name of its type."""
 PAUSE_US = 0.01
 """Microseconds above which a pause is the CPU's; shorter ones are rounding."""
 MOST_BESIDE = 128
 """Kernels of a stream that run beside each other at the most, as those of a CUDA graph may."""
-MOST_DIMENSIONS = 64
-"""Dimensions of a tensor in PyTorch at the most."""
+ALIKE = 1.5
+"""Factor by which a kernel beside a collective takes longer at the most than one of the same name and grid alone: where
+they are further apart, they are of other sizes."""
+REPEATED = 0.9
+"""Share of a recording that steps which are alike make up at least: layers of one step make up less."""
+STEP = "ProfilerStep#"
+"""Begin of the profiler's names of steps."""
 LARGEST = 1e18
 """Largest number in a trace: microseconds since 1970 are a thousandth of it."""
 
@@ -65,70 +71,154 @@ def read_kineto(path: Path) -> TraceGraph:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as problem:
-        raise ValueError(f"replay: {path} must be a whole JSON file ({problem})") from problem
+        raise ValueError(f"plan: {path} must be a whole JSON file ({problem})") from problem
     events = found.get("traceEvents") if isinstance(found, dict) else found
     if not isinstance(events, list):
-        raise ValueError(f"replay: {path} needs a list traceEvents (value={type(events).__name__})")
+        raise ValueError(f"plan: {path} needs a list traceEvents (value={type(events).__name__})")
     ran = [
         (place, event)
         for place, event in enumerate(events)
         if isinstance(event, dict) and event.get("ph") == "X" and str(event.get("cat")) in CATEGORIES
     ]
     if not ran:
-        raise ValueError(f"replay: {path} needs events of a GPU (value=none, allowed={', '.join(CATEGORIES)})")
-    calls = _Calls(events)
+        raise ValueError(f"plan: {path} needs events of a GPU (value=none, allowed={', '.join(CATEGORIES)})")
     devices = {str(_arguments(event).get("device", 0)) for _, event in ran}
     if len(devices) > 1:
-        raise ValueError(f"replay: {path} must have one rank's GPU (value={', '.join(sorted(devices))})")
-    nodes = [_node(path, place, event, calls) for place, event in ran]
+        raise ValueError(f"plan: {path} must have one rank's GPU (value={', '.join(sorted(devices))})")
+    nodes = [_node(path, place, event) for place, event in ran]
     if not any(node.duration_us for node in nodes):
-        raise ValueError(f"replay: {path} needs times of what ran on the GPU (value=0 microseconds of every event)")
-    return TraceGraph(str(path), tuple(_ordered(path, nodes, len(events))))
+        raise ValueError(f"plan: {path} needs times of what ran on the GPU (value=0 microseconds of every event)")
+    words, chosen = _last_step(events, nodes)
+    step = _calm(_sized(nodes, chosen), events)
+    properties, distributed = (
+        found.get(name) if isinstance(found, dict) else None for name in ("deviceProperties", "distributedInfo")
+    )
+    device = properties[0].get("name") if isinstance(properties, list) and properties else ""
+    ranks = distributed.get("world_size") if isinstance(distributed, dict) else 0
+    ordered = tuple(_ordered(path, step, len(events)))
+    return TraceGraph(str(path), ordered, str(device or ""), int(ranks) if _positive(ranks) else 0, words)
 
 
-class _Calls:
-    """Calls of a process group by what they launched: their names and the bytes of their inputs."""
+def _last_step(events: Sequence[Any], nodes: Sequence[TraceNode]) -> tuple[str, list[TraceNode]]:
+    """Return the last step of a recording, and words for it."""
+    steps = [
+        (float(event["ts"]), float(event["ts"]) + float(event["dur"]), str(event["name"]))
+        for event in events
+        if isinstance(event, dict)
+        and str(event.get("name", "")).startswith(STEP)
+        and event.get("cat") == "user_annotation"
+        and _positive(event.get("ts"))
+        and _positive(event.get("dur"))
+    ]
+    launches = _launches(events)
+    launched = {
+        node.ident: launches.get(str(_arguments(events[node.ident]).get("correlation")), node.start_us)
+        for node in nodes
+    }
+    for begin, end, name in sorted(steps, reverse=True):
+        found = [node for node in nodes if begin <= launched[node.ident] < end]
+        if any(node.kind is NodeKind.COMPUTE for node in found):
+            return name, found
+    busy: dict[str, list[TraceNode]] = defaultdict(list)
+    for node in sorted(nodes, key=lambda one: one.start_us):
+        busy[node.lane].append(node)
+    lane = max(busy.values(), key=lambda one: sum(node.duration_us for node in one))
+    count = _repeated([node.name for node in lane])
+    found = [node for node in nodes if count and node.start_us >= lane[-count].start_us]
+    if any(node.kind is NodeKind.COLLECTIVE for node in found):
+        return f"the last of {len(lane) // count} parts that are alike", found
+    return "the whole trace", list(nodes)
 
-    def __init__(self, events: Sequence[Any]) -> None:
-        self.launches: dict[str, tuple[str, float]] = {}
-        self.by_thread: dict[str, list[tuple[float, float, str, int]]] = {}
-        for event in events:
-            if not isinstance(event, dict) or event.get("ph") != "X" or not _positive(event.get("ts")):
-                continue
-            name, thread, start = str(event.get("name", "")), str(event.get("tid")), float(event["ts"])
-            correlation = _arguments(event).get("correlation")
-            if correlation is not None and str(event.get("cat")) not in CATEGORIES:
-                self.launches[str(correlation)] = thread, start
-            if name.startswith(CALL) and _positive(event.get("dur")):
-                call = (start, start + float(event["dur"]), name.removeprefix(CALL), _recorded_bytes(event))
-                self.by_thread.setdefault(thread, []).append(call)
-        for calls in self.by_thread.values():
-            calls.sort()
 
-    def launched(self, kernel: Mapping[str, Any]) -> tuple[str, int]:
-        """Return the name of the call that launched a kernel, and the bytes of its inputs; nothing where none did."""
-        thread, start = self.launches.get(str(_arguments(kernel).get("correlation")), ("", 0.0))
-        calls = self.by_thread.get(thread, [])
-        place = bisect.bisect_right(calls, start, key=lambda call: call[0]) - 1
-        if place < 0 or calls[place][1] < start:
-            return "", 0
-        return calls[place][2:]
+def _repeated(names: Sequence[str]) -> int:
+    """Return the least number of names at the end that the ones before them repeat, nearly to the first; 0: none do.
+
+    >>> _repeated("abcabcabcabc"), _repeated("abcdddd"), _repeated("abcdef")
+    (3, 0, 0)
+    """
+    alike = _alike(list(reversed(names)))
+    each = range(1, len(names) // 2 + 1)
+    return next((count for count in each if count + alike[count] >= REPEATED * len(names)), 0)
 
 
-def _recorded_bytes(event: Mapping[str, Any]) -> int:
-    """Return the bytes of the tensors that a call got; 0 where shapes were not recorded, or a type is not known."""
-    dims, types = (_arguments(event).get(name) for name in ("Input Dims", "Input type"))
-    if not isinstance(dims, list) or not isinstance(types, list) or len(dims) != len(types):
-        return 0
-    found = 0
-    for shape, kind in zip(dims, types, strict=True):
-        if not isinstance(shape, list) or not all(isinstance(size, int) and _positive(size) for size in shape):
-            return 0
-        if len(shape) > MOST_DIMENSIONS:
-            return 0
-        if shape:
-            found += math.prod(shape) * ELEMENT_BYTES.get(str(kind), 0)
+def _alike(names: Sequence[str]) -> list[int]:
+    """Return for each place how many names from there on are those from the first on (the Z function)."""
+    found = [len(names)] + [0] * (len(names) - 1)
+    left = right = 0
+    for at in range(1, len(names)):
+        length = min(right - at, found[at - left]) if at < right else 0
+        while at + length < len(names) and names[length] == names[at + length]:
+            length += 1
+        found[at] = length
+        if at + length > right:
+            left, right = at, at + length
     return found
+
+
+def _sized(nodes: Sequence[TraceNode], step: Sequence[TraceNode]) -> list[TraceNode]:
+    """Return a step's nodes; collectives of a CUDA graph get the bytes of as many eager ones of their kind before."""
+    begin = min(node.start_us for node in step)
+    eager: dict[str, list[TraceNode]] = defaultdict(list)
+    lacking: dict[str, list[TraceNode]] = defaultdict(list)
+    for node in sorted(nodes, key=lambda one: one.start_us):
+        if node.kind is NodeKind.COLLECTIVE and node.nbytes and node.start_us < begin:
+            eager[node.collective].append(node)
+    for node in sorted(step, key=lambda one: one.start_us):
+        if node.kind is NodeKind.COLLECTIVE and not node.nbytes:
+            lacking[node.collective].append(node)
+    sizes = {
+        node.ident: other
+        for kind, some in lacking.items()
+        if len(eager[kind]) >= len(some)
+        for node, other in zip(some, eager[kind][-len(some) :], strict=True)
+    }
+    return [
+        dataclasses.replace(node, nbytes=sizes[node.ident].nbytes, ranks=sizes[node.ident].ranks)
+        if node.ident in sizes
+        else node
+        for node in step
+    ]
+
+
+def _calm(step: Sequence[TraceNode], events: Sequence[Any]) -> list[TraceNode]:
+    """Return a step's nodes; computations beside collectives get the duration of the same kernel beside none."""
+    moving = sorted(
+        (node.start_us, node.start_us + node.duration_us) for node in step if node.kind is NodeKind.COLLECTIVE
+    )
+    begins = [begin for begin, _ in moving]
+
+    def is_beside(node: TraceNode) -> bool:
+        at = bisect.bisect_left(begins, node.start_us + node.duration_us)
+        return any(end > node.start_us for _, end in moving[max(0, at - MOST_BESIDE) : at])
+
+    def key(node: TraceNode) -> str:
+        arguments = _arguments(events[node.ident])
+        return f"{node.name} {arguments.get('grid')} {arguments.get('block')}"
+
+    alone: dict[str, list[float]] = defaultdict(list)
+    beside = {node.ident for node in step if node.kind is NodeKind.COMPUTE and is_beside(node)}
+    for node in step:
+        if node.kind is NodeKind.COMPUTE and node.ident not in beside:
+            alone[key(node)].append(node.duration_us)
+    found = []
+    for node in step:
+        least, most = node.duration_us / ALIKE, node.duration_us * ALIKE
+        near = [us for us in alone[key(node)] if least <= us <= most] if node.ident in beside else []
+        calm_us = min(statistics.median(near), node.duration_us) if near else 0.0
+        found.append(dataclasses.replace(node, calm_us=calm_us))
+    return found
+
+
+def _launches(events: Sequence[Any]) -> dict[str, float]:
+    """Return the times at which the CPU launched kernels, by the profiler's number of both."""
+    return {
+        str(_arguments(event)["correlation"]): float(event["ts"])
+        for event in events
+        if isinstance(event, dict)
+        and "correlation" in _arguments(event)
+        and str(event.get("cat")) not in CATEGORIES
+        and _positive(event.get("ts"))
+    }
 
 
 def _ordered(path: Path, nodes: list[TraceNode], first_free: int) -> list[TraceNode]:
@@ -172,15 +262,15 @@ def _free_lane(path: Path, node: TraceNode, ends: Mapping[str, Sequence[float]])
         if lane not in ends or ends[lane][-1] <= node.start_us + PAUSE_US:
             return lane
     text = f"(value=more than {MOST_BESIDE} at once on stream {node.lane}, allowed=one after another)"
-    raise ValueError(f"replay: {path}: {node} needs times behind those before it {text}")
+    raise ValueError(f"plan: {path}: {node} needs times behind those before it {text}")
 
 
-def _node(path: Path, place: int, event: Mapping[str, Any], calls: _Calls) -> TraceNode:
+def _node(path: Path, place: int, event: Mapping[str, Any]) -> TraceNode:
     name = str(event.get("name", ""))
     start, duration = event.get("ts"), event.get("dur", 0)
     if not _positive(start) or not _positive(duration):
         text = f"(value=ts {start!r}, dur {duration!r}, allowed=0 or more microseconds)"
-        raise ValueError(f"replay: {path}: node {place} {name!r} needs times {text}")
+        raise ValueError(f"plan: {path}: node {place} {name!r} needs times {text}")
     arguments = _arguments(event)
     lane = str(arguments.get("stream", event.get("tid", "")))
     kind, collective = CATEGORIES[event["cat"]], ""
@@ -189,18 +279,14 @@ def _node(path: Path, place: int, event: Mapping[str, Any], calls: _Calls) -> Tr
         kind = NodeKind.COLLECTIVE
         collective = _collective(str(arguments.get("Collective name", "")) or name)
         nbytes = _input_bytes(arguments)
-        if not nbytes:
-            call, recorded = calls.launched(event)
-            if called := _collective(call):
-                collective, nbytes = called, recorded
         ranks = int(arguments["Group size"]) if _positive(arguments.get("Group size")) else 0
     elif kind is NodeKind.MEMORY and _positive(arguments.get("bytes")):
         nbytes = int(arguments["bytes"])
-    return TraceNode(place, name, kind, (), float(duration), float(start), False, lane, collective, nbytes, 0, ranks)
+    return TraceNode(place, name, kind, (), float(duration), float(start), False, lane, collective, nbytes, ranks)
 
 
 def _collective(name: str) -> str:
-    """Return Chakra's name of a collective; empty where the name tells none, such as send and receive."""
+    """Return the name of a collective; empty where the name tells none, such as send and receive."""
     plain = name.lower().replace("_", "")
     return next((known for part, known in COLLECTIVES.items() if part in plain), "")
 
