@@ -14,7 +14,7 @@ from sidelane_lab.machines.spec import Machine, RunStatus
 from sidelane_lab.model.serving import RUNS
 from sidelane_lab.traces.graph import NodeKind, TraceGraph
 from sidelane_lab.traces.kineto import read_kineto
-from sidelane_lab.traces.strategies import KERNELS, LIBRARY, STRAIGHT, STRATEGIES, Operation, TracePlan, plan_trace
+from sidelane_lab.traces.strategies import KERNELS, LIBRARY, STRAIGHT, STRATEGIES, StepOperation, TracePlan, plan_trace
 
 SHOWN = 2
 """Operations that the answer names."""
@@ -156,7 +156,7 @@ def rows(planned: TracePlan) -> list[dict[str, Any]]:
     return found
 
 
-def name_of(one: Operation) -> str:
+def name_of(one: StepOperation) -> str:
     """Return words for an operation."""
     return f"{one.kind} of {one.nbytes / 1e6:.3g} MB"
 
@@ -165,7 +165,7 @@ def _alone_us(planned: TracePlan) -> float:
     return sum(len(one.calls) * one.times_us[LIBRARY] for one in planned.operations)
 
 
-def _why(one: Operation) -> str:
+def _why(one: StepOperation) -> str:
     if not one.waiting:
         return "the host is late"
     name = one.waiting[0].removeprefix("void ").partition("(")[0].partition("<")[0].rpartition("::")[2]

@@ -61,12 +61,11 @@ def scheduled(
             assert not any(missing), "a node waits for what comes after it"
             made = zip(nodes, begins, ends, strict=True)
             return tuple(dataclasses.replace(node, start_us=b, duration_us=e - b) for node, b, e in made)
-        beside = 1.0 + max(factors.values(), default=0.0)
-        pace = {at: beside if nodes[at].kind is NodeKind.COMPUTE and not nodes[at].on_host else 1.0 for at in left}
-        step_us = min(left[at] * pace[at] for at in left)
+        longer = {at: _longer(nodes[at], factors) for at in left}
+        step_us = min(left[at] * longer[at] for at in left)
         now, released = now + step_us, []
         for at in list(left):
-            left[at] -= step_us / pace[at]
+            left[at] -= step_us / longer[at]
             if left[at] > DONE_US:
                 continue
             del left[at]
@@ -77,6 +76,12 @@ def scheduled(
                 missing[follower] -= 1
                 if not missing[follower]:
                     released.append(follower)
+
+
+def _longer(node: TraceNode, slower: Mapping[int, float]) -> float:
+    """Return the factor by which a node takes longer beside collectives."""
+    is_computation = node.kind is NodeKind.COMPUTE and not node.on_host
+    return 1.0 + max(slower.values(), default=0.0) * is_computation
 
 
 def end_us(nodes: Sequence[TraceNode]) -> float:

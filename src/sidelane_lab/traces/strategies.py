@@ -45,7 +45,7 @@ NOTHING_US = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Operation:
+class StepOperation:
     """Collectives of a step that are alike.
 
     Attributes:
@@ -94,7 +94,7 @@ class TracePlan:
     trace: TraceGraph
     machine: Machine
     is_same: bool
-    operations: tuple[Operation, ...]
+    operations: tuple[StepOperation, ...]
     chosen: tuple[str, ...]
     library_us: float
     best_us: float
@@ -108,7 +108,7 @@ class TracePlan:
         return self.library_us - self.silent_us
 
     @property
-    def single(self) -> tuple[Operation, str, float] | None:
+    def single(self) -> tuple[StepOperation, str, float] | None:
         """The change of one operation that saves most: operation, strategy, microseconds; None if none saves any."""
         found = [
             (self.library_us - us, at, name)
@@ -145,7 +145,7 @@ def plan_trace(
     step = _Step(machine, trace, operations, is_same=is_same)
     library = (LIBRARY,) * len(operations)
     library_us = step.time_us(library)
-    tried: list[Operation] = []
+    tried: list[StepOperation] = []
     for at, one in enumerate(operations):
         progress(f"{one.kind} of {one.nbytes} bytes")
         others = {name: step.time_us((*library[:at], name, *library[at + 1 :])) for name in one.times_us}
@@ -184,7 +184,7 @@ def _bytes_of(machine: Machine, node: TraceNode) -> int:
     return node.nbytes * ((node.ranks or machine.world_size) if node.collective == Kind.ALL_GATHER else 1)
 
 
-def _operations(machine: Machine, trace: TraceGraph, gpu: Sequence[TraceNode]) -> list[Operation]:
+def _operations(machine: Machine, trace: TraceGraph, gpu: Sequence[TraceNode]) -> list[StepOperation]:
     """Return the operations of a step, the longest first; of many the smallest are left to the library."""
     alike: dict[tuple[Kind, int, int], list[TraceNode]] = defaultdict(list)
     for node in gpu:
@@ -197,7 +197,7 @@ def _operations(machine: Machine, trace: TraceGraph, gpu: Sequence[TraceNode]) -
     for (kind, nbytes, ranks), calls in alike.items():
         waiting = [exposed[node.ident][1] for node in calls if exposed[node.ident][1]]
         ordered = sorted(dict.fromkeys(waiting), key=lambda name: -waiting.count(name))
-        one = Operation(kind, nbytes, ranks, tuple(calls), sum(exposed[n.ident][0] for n in calls), tuple(ordered))
+        one = StepOperation(kind, nbytes, ranks, tuple(calls), sum(exposed[n.ident][0] for n in calls), tuple(ordered))
         times = call_times(machine, kind, nbytes, ranks)
         if any(node.ident in emptied for node in calls) and not machine.through_host:
             times |= {STRAIGHT: times[ENGINES]}
@@ -275,7 +275,9 @@ class _Step:
         is_same: it was recorded on this machine.
     """
 
-    def __init__(self, machine: Machine, trace: TraceGraph, operations: Sequence[Operation], *, is_same: bool) -> None:
+    def __init__(
+        self, machine: Machine, trace: TraceGraph, operations: Sequence[StepOperation], *, is_same: bool
+    ) -> None:
         self._is_same = is_same
         self._machine, self._trace, self._operations = machine, trace, operations
         self._of = {node.ident: at for at, one in enumerate(operations) for node in one.calls}
