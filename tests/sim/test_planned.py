@@ -14,6 +14,8 @@ from marks import long
 
 from sidelane_lab.cli.model import plan
 from sidelane_lab.machines.load import named
+from sidelane_lab.model import plan as planning
+from sidelane_lab.model import serving
 from sidelane_lab.model.layer import Step, gemms_of, parallel_us, step_memory
 from sidelane_lab.model.serving import ServedModel, decode_us, prefill_us
 from sidelane_lab.model.transformer import of_config, preset, presets, read_model
@@ -129,20 +131,76 @@ def test_collectives_of_parallelism_count_by_their_bytes():
 
 
 def _measured():
-    rows = json.loads((ROOT / "results" / "h200x2" / "e2e.json").read_text())["rows"]
-    wanted = {"workload": "decode", "launch": "graph", "way": "nccl"}
-    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+    """Return model, sequences, tokens of each, the way, milliseconds, and how far the prediction may be off."""
+    for row in json.loads((ROOT / "results" / "h200x2" / "e2e.json").read_text())["rows"]:
+        if row["workload"] == "decode" and row["launch"] == "graph" and row["way"] in ("nccl", "group"):
+            name, _, case = row["size"].partition("b-")
+            batch, length = (0, int(case.rpartition("-")[2])) if "prefill" in case else (int(case[1:]), 1024)
+            yield f"{name}b", batch, length, row["way"], row["step_ms"], 0.09 if row["way"] == "nccl" else 0.11
+    for row in json.loads((ROOT / "results" / "h200x2" / "servers.json").read_text())["rows"]:
+        plain = row["peers"] == "nvlink" and not row["batch_invariant"] and row["model"] != "sums"
+        if plain and row["implementation"] in ("nccl", "sidelane"):
+            yield row["model"], row["sequences"], 512, row["implementation"], row["ms_per_token"], 0.14
 
 
-@pytest.mark.parametrize("row", _measured(), ids=lambda row: row["size"])
-def test_serving_as_measured(row):
-    """With NCCL on two H200s; one number was fitted, to decoding with Llama 3.2 1B for one sequence."""
-    name, _, case = row["size"].partition("b-")
-    prefill = case.startswith("prefill")
-    length = int(case.rpartition("-")[2]) if prefill else 1024
-    served = ServedModel(preset(f"{name}b"), 1 if prefill else int(case[1:]), length, 2)
-    found = (prefill_us if prefill else decode_us)(named("h200x2"), served, ours=False) / 1e3
-    assert found == pytest.approx(row["step_ms"], rel=0.09)
+MEASURED = list(_measured())
+
+
+@pytest.mark.parametrize(("name", "batch", "length", "way", "ms", "off"), MEASURED)
+def test_serving_as_measured(name, batch, length, way, ms, off):
+    """On two H200s; one number was fitted, to decoding with Llama 3.2 1B for one sequence by NCCL. vLLM's layers have
+    fewer kernels between GEMMs, for which the model is up to 14% too slow."""
+    served = ServedModel(preset(name), batch or 1, length, 2)
+    found = (decode_us if batch else prefill_us)(named("h200x2"), served, ours=way != "nccl") / 1e3
+    assert found == pytest.approx(ms, rel=off)
+
+
+def test_serving_was_compared_with_many_rows():
+    assert len(MEASURED) == 28
+
+
+def test_quantized_weights_take_their_bits(tmp_path):
+    whole, quarter = (ServedModel(preset("70B"), 4, 4096, 2, each) for each in (2, serving.WEIGHT_BYTES["int4"]))
+    ends = 2 * preset("70B").divided(2).ends / 1e9
+    bits = [served.memory_gb()["weights"] - ends for served in (whole, quarter)]
+    assert bits[1] / bits[0] == pytest.approx(4.16 / 16)
+    times = [decode_us(named("h200x2"), served, ours=True) for served in (whole, quarter)]
+    assert 0.25 < times[1] / times[0] < 0.5
+    for about, found in (
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4.16),
+        ({"quant_method": "awq", "w_bit": 4}, 4.16),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.16),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 8),
+        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "a method of its own"}, 0),
+        (None, 0),
+    ):
+        config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config | {"quantization_config": about}))
+        assert read_model(str(path)).bits == found
+    assert preset("gpt-oss-120b").bits == 4.16 and preset("deepseek-v3").bits == 8
+
+
+def test_energy_of_a_step_is_that_of_the_cap_but_while_it_waits():
+    machine = named("h200x2")
+    found = planning.plan(machine, Step(dataclasses.replace(preset("8B"), layers=8), 4096, 4096), ("FSDP2",))
+    joules = found.token_j(found.best)
+    most = 2 * 700 * found.step_us(found.best) / 1e6 / found.tokens
+    assert 0.9 * most < joules < most
+    assert found.token_j(found.usual) > joules
+    assert found.rows()[0]["token_j"] == found.token_j(found.ways[0])
+    assert planning.plan(named("4090x2"), found.step, ("DDP",)).rows()[0]["token_j"] is None
+
+
+def test_large_gemms_of_mi300x_are_as_fast_as_others():
+    """AMD expects 140 tokens/s of a GPU for Llama 3.1 405B on 32, and 900 for 70B on 8 (ROCm/cvs, mi300x_jax_*)."""
+    cases = ("405B", "32xmi300x", 8192, 140, 0.2), ("70B", "8xmi300x", 16384, 900, 0.05)
+    for name, machine, tokens, expected, off in cases:
+        step = Step(preset(name), tokens, 8192, True, dtype="bfloat16")
+        found = planning.plan(planning.with_present_gemms(named(machine)), step, ("FSDP2",))
+        each = found.tokens_per_s(found.usual) / found.machine.world_size
+        assert expected < each < (1 + off) * expected
 
 
 @pytest.mark.parametrize("gpus", [4, 8])
@@ -209,7 +267,7 @@ def test_what_does_not_fit_is_planned_for_the_way_that_needs_the_least():
         ("--model 8b --machine 2xh100 --serve --tp 4", r"--tp \(value=4, allowed=1 to 2"),
         ("--model qwen3-30b-a3b --machine 8xh100 --ep 3", "--ep"),
         ("--model dlrm --machine 8xh100", "a config.json"),
-        ("--machine 8xh100", r"--model \(value='', allowed="),
+        ("--machine 8xh100", r"--model or --trace is needed \(value=neither"),
         ("--model layers=2,hidden=4096,heads=33,feed=99 --machine 8xh100", "heads .*allowed=divisors of 4096"),
         ("--model layers=2,hidden=4096,heads=32,kv_heads=7,feed=99 --machine 8xh100", "kv_heads .*divisors of 32"),
         ("--model layers=2,hidden=4096,heads=0,feed=99 --machine 8xh100", "heads .*allowed=a whole number"),

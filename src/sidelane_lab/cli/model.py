@@ -257,7 +257,8 @@ class PlanOptions(CommandOptions):
     )
     optimizer: str = word("--optimizer", OPTIMIZERS, "adamw", "Optimizer.")
     dtype: str = word(
-        "--dtype", ("float32", "bfloat16", "fp8"), "float32", "Of weights; served ones are bfloat16 or fp8."
+        *("--dtype", ("float32", "bfloat16", "fp8", "int4"), "float32"),
+        "Of weights; served ones have the model's own, which is bfloat16 if it is not quantized.",
     )
     recompute: bool | None = option(
         *("--recompute/--no-recompute", None, "Keep only inputs of layers, and compute layers again for backward."),

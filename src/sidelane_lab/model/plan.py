@@ -99,6 +99,15 @@ class TrainingPlan:
         """Return what communication adds to a step."""
         return self.accumulate * (one.times.exposed_us + parallel_us(self.machine, self.step))
 
+    def token_j(self, one: PlannedStep) -> float | None:
+        """Return the joules of a token: a GPU is at its power cap but while it waits for links; None: not described."""
+        power, exposed_us = self.machine.power, self.exposed_us(one)
+        if power is None:
+            return None
+        waiting_w = float(power.idle_w + power.links_on_w + power.links_w)
+        us = self.step_us(one) - exposed_us, exposed_us
+        return self.machine.world_size * (float(power.cap_w) * us[0] + waiting_w * us[1]) / 1e6 / self.tokens
+
     @property
     def tokens(self) -> int:
         """Tokens of all ranks in a step."""
@@ -134,6 +143,7 @@ class TrainingPlan:
                 "tokens_per_s": self.tokens_per_s(one),
                 "step_us": self.step_us(one),
                 "mfu": self.utilization(one),
+                "token_j": self.token_j(one),
                 "sharding": one.sharding,
                 "strategy": one.strategy,
                 **dataclasses.asdict(one.times),
@@ -175,7 +185,7 @@ def main(options: PlanOptions) -> None:
     """
     if not options.machine and not options.nodes:
         raise ValueError("plan: --machine or --nodes is needed (value=neither, allowed=--machine 8xh100, ...)")
-    machine, model = find(options.machine or MACHINE), read_model(options.model)
+    machine, model = with_present_gemms(find(options.machine or MACHINE)), read_model(options.model)
     model = dataclasses.replace(model, layers=options.layers or model.layers)
     if options.serve:
         serving.main(machine, model, options)
@@ -215,6 +225,16 @@ def main(options: PlanOptions) -> None:
     say_written(write_report(options.json, options.report, "plan", machine, rows, f"plan-{model.name}-nodes"))
 
 
+def with_present_gemms(machine: Machine) -> Machine:
+    """Return a machine whose largest GEMMs are limited by operations, as those of smaller ones are.
+
+    The ConCCL paper's largest are limited by memory on MI300X, at 22% of its peak. A step of 405B would reach 97
+    tokens/s of a GPU by that, and 164 without it; AMD expects 140 or more (``docs/guide/start-planning.md``).
+    """
+    matmul = machine.matmul
+    return machine.with_value("matmul.bound_intensity", max(float(matmul.intensity), float(matmul.bound_intensity)))
+
+
 def memory_of(machine: Machine, step: Step, sharding: str = FSDP) -> StepMemory:
     """Estimate the memory of a GPU in a step."""
     return step_memory(step, {FSDP: machine.world_size, HSDP: machine.gpus}.get(sharding, step.tensor) // step.tensor)
@@ -242,13 +262,14 @@ def answer(planned: TrainingPlan) -> list[str]:
     if not is_enough:
         lines += _what_fits(machine, step, best.sharding)
     ours, theirs = (f"{planned.tokens_per_s(one) / machine.world_size:,.0f}" for one in (best, usual))
+    joules = [f"{one:.2f}" for one in map(planned.token_j, (best, usual)) if one is not None]
     lines += [
         f"{'A' if is_enough else 'If it did: a'} step of {planned.tokens:,} tokens: "
         f"{planned.step_us(best) / 1e6:.2f} s, {planned.tokens_per_s(best):,.0f} tokens/s, {ours} per GPU ({theirs} "
         f"with the vendor's library{f' under {usual.sharding}' * (usual.sharding != best.sharding)}), "
         f"MFU {100 * planned.utilization(best):.0f}%.",
         f"Exposed communication: {_exposed(planned, best)} of a step with Sidelane, {_exposed(planned, usual)} with "
-        "the library.",
+        f"the library{'. Energy: {} J a token, {} with the library'.format(*joules) if joules else ''}.",
     ]
     if is_enough:
         lines.append(_to_write(planned))

@@ -23,17 +23,20 @@ from sidelane_lab.model.device import run_device
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.layer import COPY_SHARE, ELEMENT, Pass, Step, gemms_of, layer_kernels, reachable
 from sidelane_lab.model.split import ours_us
-from sidelane_lab.model.transformer import Transformer
+from sidelane_lab.model.transformer import SCALE_BITS, Transformer
 from sidelane_lab.pairs.workload import Gemm
 
 SHORT_US = 33.0
 """Microseconds of a layer's norms, rotation, writes into the cache, and gaps between kernels in a graph. From a row
 of results/h200x2/e2e.json: decoding with Llama 3.2 1B for one sequence, without communication."""
 FEW_ROWS = 128
-"""Rows below which weights in 8 bits halve the time of a GEMM."""
+"""Rows below which a GEMM takes as long as its weights: half with 8 bits. Compared with nothing below 16 bits."""
+WEIGHT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int4": (4 + SCALE_BITS) / 8}
+"""Bytes of a served weight by ``--dtype``; without it they are the model's, as it is published."""
+QUANTIZED = ("fp8", "int4")
 RUNS = {RunStatus.MEASURED: "predicted; collectives were measured on such machines"}
 """Words for what was compared, where more than the status says was not."""
-SURE = "only decoding of Llamas in a graph, and prefill, on two H200s were compared (within 9%)"
+SURE = "only decoding of Llamas in a graph, and prefill, on two H200s were compared (28 rows, within 14%)"
 RESERVED_GB = 2.0
 """Memory that a server takes besides: contexts, graphs and work spaces; assumed."""
 
@@ -47,14 +50,14 @@ class ServedModel:
         batch: sequences that are decoded at once.
         context: tokens of each.
         tensor: ranks that share a layer.
-        weight_bytes: of a parameter.
+        weight_bytes: of a parameter of layers; embedding and head have 16 bits.
     """
 
     model: Transformer
     batch: int
     context: int
     tensor: int
-    weight_bytes: int = ELEMENT
+    weight_bytes: float = ELEMENT
 
     @property
     def part(self) -> Transformer:
@@ -64,7 +67,7 @@ class ServedModel:
     def memory_gb(self) -> dict[str, float]:
         """Return the gigabytes of a GPU by part."""
         model, part = self.model, self.part
-        weights = self.weight_bytes * (part.layers * part.parameters + part.ends)
+        weights = self.weight_bytes * part.layers * part.parameters + ELEMENT * part.ends
         cache = ELEMENT * self.batch * self.context * model.layers * part.kv_size
         largest = ELEMENT * self.context * (4 * model.hidden + 2 * part.feed) + 4 * self.batch * model.vocabulary
         found = {"weights": weights, "KV cache": cache, "activations": largest}
@@ -142,7 +145,7 @@ def main(machine: Machine, model: Transformer, options: PlanOptions) -> None:
     with progress("predicting") as update:
         for n in [options.tensor] if options.tensor else usual:
             update(f"TP {n}")
-            sizes = (options.batch, options.length, n, 1 if options.dtype == "fp8" else ELEMENT)
+            sizes = (options.batch, options.length, n, WEIGHT_BYTES.get(options.dtype, model.bits / 8 or ELEMENT))
             rows.append(_row(machine, ServedModel(model, *sizes)))
     for line in answer(machine, model, rows):
         say(console, line, style="bold")
@@ -175,6 +178,7 @@ def _row(machine: Machine, served: ServedModel) -> dict[str, Any]:
         "model": served.model.name,
         "tensor": served.tensor,
         "batch": served.batch,
+        "weight_bytes": served.weight_bytes,
         "context": served.context,
         "memory": memory,
         "memory_gb": sum(memory.values()),
@@ -212,10 +216,10 @@ def answer(machine: Machine, model: Transformer, rows: list[dict[str, Any]]) -> 
 
 def _what_fits(machine: Machine, model: Transformer, row: dict[str, Any]) -> list[str]:
     """Return what makes a model fit that does not: more ranks, weights in 8 bits, fewer sequences."""
-    served = ServedModel(model, row["batch"], row["context"], row["tensor"])
+    served = ServedModel(model, row["batch"], row["context"], row["tensor"], row["weight_bytes"])
     tried = {
         **{f"at TP {n}": dataclasses.replace(served, tensor=n) for n in (2, 4, 8) if n <= machine.gpus},
-        "with --dtype fp8": dataclasses.replace(served, weight_bytes=1),
+        **{f"with --dtype {name}": dataclasses.replace(served, weight_bytes=WEIGHT_BYTES[name]) for name in QUANTIZED},
         "with --batch 1": dataclasses.replace(served, batch=1),
     }
     return [words for words, one in tried.items() if sum(one.memory_gb().values()) <= machine.gpu.memory_gb]

@@ -44,6 +44,7 @@ class Transformer:
         dense: layers without experts at the beginning.
         latent: of latent attention: ranks of queries (0: none) and of keys, widths of a head without and with rotation,
             and of a value; empty: grouped attention.
+        bits: of a weight as it is published, with its scales; 0: it is not quantized.
         left_out: what the model has that is not modelled.
         whole: all parameters of the model that this is a part of; 0: it is whole.
     """
@@ -63,6 +64,7 @@ class Transformer:
     shared: int = 0
     dense: int = 0
     latent: tuple[int, ...] = ()
+    bits: float = 0.0
     left_out: tuple[str, ...] = ()
     whole: int = 0
 
@@ -164,13 +166,14 @@ KEYS = {
 }
 """Names of sizes on the command line, and in ``config.json``."""
 NEEDED = ("layers", "hidden", "heads")
+SCALE_BITS = 0.16
+"""Bits of a weight below 8 bits for its group's scale and zero: 20 bits for 128 weights."""
 LEFT_OUT = {
     "vision_config": "the vision tower",
     "audio_config": "the audio tower",
     "sliding_window": "sliding windows (attention is counted as full)",
     "full_attention_interval": "linear attention (counted as full attention)",
     "num_nextn_predict_layers": "layers that predict further tokens",
-    "quantization_config": "quantized weights, as it is published (bytes are counted by --dtype)",
     "interleave_moe_layer_step": "layers without experts between others",
     "layer_types": "layers of several types (counted as alike)",
 }
@@ -234,7 +237,21 @@ def of_config(name: str, content: Mapping[str, Any]) -> Transformer:
             raise ValueError(f"plan: --model {name}: {part} ({value})")
     content |= {} if content.get("use_sliding_window", True) else {"sliding_window": None}
     left_out = [words for key, words in LEFT_OUT.items() if content.get(key)]
-    return Transformer(name, **found, latent=latent if latent[1] else (), left_out=tuple(left_out))
+    latent = latent if latent[1] else ()
+    return Transformer(name, **found, latent=latent, bits=_bits(content), left_out=tuple(left_out))
+
+
+def _bits(content: Mapping[str, Any]) -> float:
+    """Return the bits of a quantized weight: of GPTQ, AWQ, bitsandbytes, compressed tensors, FP8 and MXFP4."""
+    about: Any = content.get("quantization_config")
+    if not isinstance(about, Mapping):
+        return 0.0
+    groups: Any = about.get("config_groups") or {}
+    stated = [group.get("weights", {}).get("num_bits") for group in groups.values()]
+    named = {"fp8": 8, "mxfp4": 4, "awq": 4, "gptq": 4, "bitsandbytes": 4 if about.get("load_in_4bit") else 8}
+    stated += [about.get("bits"), about.get("w_bit"), named.get(str(about.get("quant_method")))]
+    bits = next((one for one in stated if one in (2, 3, 4, 8)), 0)
+    return bits + SCALE_BITS if 0 < bits < 8 else float(bits)
 
 
 @functools.cache
