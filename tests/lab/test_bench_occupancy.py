@@ -180,7 +180,7 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
         assert 0 <= one.overlap_rate <= 100
         assert (one.shape, one.implementation, one.iterations) == ("rows", "gloo", 3)
     page = (tmp_path / "report" / "report.md").read_text()
-    assert "Pipelined iterations" in page and page.count(".png") == 2
+    assert "3 iterations" in page
 
 
 def test_shapes_of_a_gpu() -> None:

@@ -156,7 +156,6 @@ def test_a_result_file_from_end_to_end(tmp_path: Path) -> None:
     chosen = {one.heuristic: (one.chosen, one.right) for one in rows}
     assert chosen[CHOICE] == ("conccl", True) and chosen[PARTITION] == ("", None), "no table of nccl by units"
     assert "no third kernel" in next(one.note for one in rows if one.heuristic == LAUNCH_ORDERS)
-    assert (tmp_path / "report" / "heuristics.png").exists()
     assert json.loads(files["heuristics"].read_text())["study"] == "heuristics"
     wrong = CliRunner().invoke(main, [*given[:3], "--results", str(files["heuristics"]), *given[5:]])
     assert wrong.exit_code and "allowed=a file of sidelane c3" in wrong.output

@@ -32,7 +32,7 @@ from sidelane_lab.papers.claims import (
     published,
     with_ranges,
 )
-from sidelane_lab.papers.command import PAPERS, draw_sensitivity, sensitivity_table, survival
+from sidelane_lab.papers.command import PAPERS, sensitivity_table, survival
 
 MACHINE = named("mi300x8")
 
@@ -97,7 +97,7 @@ def test_a_trigger_of_half_a_microsecond_costs_claims():
     assert found.lost == (() if slow.ok else ("DM-PL-01",))
 
 
-def test_sensitivity_is_a_table_and_a_picture(tmp_path):
+def test_sensitivity_is_a_table():
     met, missed = (ClaimVerdict("CC-05", "", 1.0, 1.0, "", 0.0, ClaimRole.HELD_OUT, ok) for ok in (True, False))
     ends = list(variations(MACHINE, ["dma.copy_us", "dma.trigger_us"]))
     found = [
@@ -107,7 +107,6 @@ def test_sensitivity_is_a_table_and_a_picture(tmp_path):
     assert [one.met for one in found] == [1, 0, 1, 1] and found[1].lost == ("CC-05",)
     table = sensitivity_table(found, 1)
     assert [line.cells[0] for line in table.lines] == ["dma.trigger_us"]
-    assert draw_sensitivity(found, 1, "x", tmp_path).is_file()
 
 
 def test_all_fitted_claims_and_all_inputs_are_met(verdicts):

@@ -163,6 +163,3 @@ def test_the_command_prints_and_writes(tmp_path, capsys) -> None:
         for nbytes in (4 * KB, MB)
     }
     assert {(row.launch, row.source) for row in rows} == {("model", "predicted")}
-    for name in ("phases-copy-b2b", "phases-all_gather-pcpy"):
-        assert (tmp_path / "report" / f"{name}.png").stat().st_size > 5000
-        assert (tmp_path / "report" / f"{name}.svg").stat().st_size > 5000

@@ -167,7 +167,6 @@ def test_pipelines_print_and_write(tmp_path, capsys):
     overlap.main("a40x4", tmp_path)
     shown = capsys.readouterr().out
     assert "opt1  persistent     16        6" in shown and "mb1 (8192x57344x8192 bfloat16) with all_to_all" in shown
-    assert (tmp_path / "occupancy-cb1-all_reduce-896m-nccl.png").is_file()
     assert json.loads((tmp_path / "timeline-pipeline-priority.trace.json").read_text())["traceEvents"]
 
 
@@ -187,7 +186,6 @@ def test_fused_operators_are_reported(tmp_path, capsys):
     assert content["numbers"]["fused.put_us"][1] == "assumed"
     trace = json.loads((tmp_path / "timeline-fused-remote_first.trace.json").read_text())
     assert {event["name"] for event in trace["traceEvents"]} >= {"remote work", "own work", "bytes"}
-    assert {path.stem for path in tmp_path.glob("*.png")} >= {"fused-predicted", "fused-occupancy", "fused-order"}
 
 
 def test_a_late_rank_and_a_smaller_grid_are_asked_for():

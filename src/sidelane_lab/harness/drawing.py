@@ -7,7 +7,7 @@ name or its value, so that no picture needs its colours.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -173,13 +173,6 @@ def save_titled(figure: Figure, name: str, title: str, text: str, directory: Pat
     """Put the title above a figure, and save it."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     return save(figure, name, title, text, directory)
-
-
-def plot_line(axes: Axes, points: Mapping[int, float], label: str, colour: str, style: int = 0) -> None:
-    """Draw a line of points in one of ``STYLES``."""
-    dash, mark = STYLES[style % len(STYLES)]
-    looks: Any = {"color": colour, "linestyle": dash, "marker": mark, "markersize": 4}
-    axes.plot(list(points), list(points.values()), label=label, **looks)
 
 
 def save(figure: Figure, name: str, title: str, text: str, directory: Path) -> Picture:

@@ -173,16 +173,6 @@ def over_sizes(sizes: Sequence[int]) -> dict[str, Any]:
     return {"x": sizes, "ticks": ticks, "xlabel": f"bytes ({BANDS})"}
 
 
-def draw_dots(axes: Axes, rows: Sequence[tuple[str, float, float, float]], colour: str = BLUE) -> None:
-    """Draw a line each from the least to the greatest plausible value, with a dot: name, least, value, greatest."""
-    for place, (_, low, value, high) in enumerate(rows):
-        axes.plot([low, high], [place, place], color=colour, linewidth=1.2)
-        axes.plot(value, place, "o", color=colour, markersize=4)
-    axes.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=7)
-    axes.invert_yaxis()
-    axes.axvline(0, color=BLACK, linewidth=0.8)
-
-
 def mark_cut(axes: Axes) -> None:
     """Draw two strokes across the axis of values, if it does not begin at 0."""
     if axes.get_ylim()[0] > 0:

@@ -139,7 +139,6 @@ def main(options: ClaimsOptions) -> int:
         files += write_numbers(options.report / "claims.json", "claims", machine, rows, others)
         if survivals:
             slowdown.draw(options.report)
-            draw_sensitivity(survivals, met, f"Predicted claims about {machine.title}", options.report)
             found = [dataclasses.asdict(survival) for survival in survivals]
             path = options.report / "claims-sensitivity.json"
             files += write_numbers(path, "claims_sensitivity", machine, found, others)
@@ -419,33 +418,6 @@ def draw_claims(verdicts: Sequence[ClaimVerdict], title: str, folder: Path) -> P
         axes.set_title(title)
         axes.legend(fontsize=7)
         return save_both(figure, "claims", folder, dpi=130)
-
-
-def draw_sensitivity(found: Sequence[Survival], met: int, title: str, folder: Path) -> Path:
-    """Draw both ends of each number whose range changes a verdict on a line, and the count at its value as a rule.
-
-    Returns:
-        The PNG; an SVG lies next to it.
-    """
-    ends, others = _moving(found)
-    with mpl.rc_context(RC):
-        figure = Figure(figsize=(9, 1.8 + 0.22 * len(ends)), layout="constrained")
-        axes = figure.subplots()
-        for place, (low, high) in enumerate(ends.values()):
-            axes.plot([low.met, high.met], [place, place], color=BLACK, linewidth=0.8)
-            axes.plot(low.met, place, "<", color=BLUE, markersize=5)
-            axes.plot(high.met, place, ">", color=ORANGE, markersize=5)
-        axes.plot([], [], "<", color=BLUE, label="least plausible value")
-        axes.plot([], [], ">", color=ORANGE, label="greatest plausible value")
-        axes.axvline(met, color=BLACK, linewidth=0.8, linestyle=":", label="its value")
-        axes.set_yticks(range(len(ends)), [f"{path} ({pair[0].source})" for path, pair in ends.items()], fontsize=8)
-        axes.set_ylim(len(ends), -1)
-        axes.set_xlim(0, found[0].of)
-        axes.set_xlabel(f"held-out claims met, of {found[0].of} ({others} other uncertain numbers change none)")
-        axes.set_ylabel("number of the description")
-        axes.set_title(title)
-        axes.legend(fontsize=7, loc="lower left")
-        return save_both(figure, "claims-sensitivity", folder, dpi=130)
 
 
 def _moving(found: Sequence[Survival]) -> tuple[dict[str, tuple[Survival, Survival]], int]:

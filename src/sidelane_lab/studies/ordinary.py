@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,7 +19,7 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.harness.options import StudyOptions, count, kinds, option, size_span, study_command, words
 from sidelane_lab.harness.parameters import say_rounding
 from sidelane_lab.harness.report import Cell, spread, table_of
-from sidelane_lab.harness.study import OF_LIBRARY, Picture, Results, Study
+from sidelane_lab.harness.study import OF_LIBRARY, Study
 from sidelane_lab.harness.table import Table, grouped
 from sidelane_lab.harness.ways import Rounds, WayOutcome, outcome
 from sidelane_lab.pairs.workload import parse_workload
@@ -332,15 +331,6 @@ def _is_noted(row: OrdinaryRow) -> bool:
     return row.time_us is None
 
 
-def draw_alone(rows: Sequence[OrdinaryRow], results: Results, folder: Path) -> list[Picture]:
-    """Draw a picture for each way to call a collective that ran alone."""
-    from sidelane_lab.harness.drawing import draw_sizes  # ranks do without what draws
-
-    alone = [row for row in rows if row.time_us and not row.gemm]
-    ways = grouped(alone, way_to_call)
-    return [draw_sizes(way, alike, results, folder, lambda row: row.reach) for way, alike in ways]
-
-
 STUDY = Study(
     name="ordinary",
     title="Collectives on ordinary memory",
@@ -352,7 +342,6 @@ STUDY = Study(
     ),
     row=OrdinaryRow,
     tables=ordinary_tables,
-    plots=draw_alone,
     warning=too_few_cores,
     measure=_measure,
     progress="ordinary memory",

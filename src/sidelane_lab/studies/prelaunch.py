@@ -20,7 +20,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sidelane.choice.candidate import DMA
@@ -39,8 +38,8 @@ from sidelane_lab.harness.options import (
     study_command,
 )
 from sidelane_lab.harness.report import Cell, spread, tables_by
-from sidelane_lab.harness.study import IMPLEMENTATIONS, OF_LIBRARY, FlatRow, Picture, Results, Study
-from sidelane_lab.harness.table import Table, grouped, place_of
+from sidelane_lab.harness.study import IMPLEMENTATIONS, FlatRow, Study
+from sidelane_lab.harness.table import Table, place_of
 from sidelane_lab.harness.ways import Job, Rounds, Way, outcome
 
 if TYPE_CHECKING:
@@ -379,50 +378,6 @@ def prelaunch_tables(rows: Sequence[PrelaunchRow]) -> list[Table]:
     )
 
 
-def draw_variants(rows: Sequence[PrelaunchRow], results: Results, folder: Path) -> list[Picture]:
-    """Draw a picture a collective, with a panel for each variant: time over size, by what begins the collective."""
-    from matplotlib.figure import Figure
-
-    from sidelane_lab.harness import drawing
-    from sidelane_lab.harness.drawing import plot_line, save_titled, size_axis
-
-    lines = {
-        (CALL, "eager"): ("called", drawing.GREY, 0),
-        (CALL, "graph"): ("in a graph", drawing.BLACK, 1),
-        (STREAM, "eager"): ("fired by the stream", drawing.BLUE, 2),
-        (KERNEL, "eager"): ("fired by a kernel", drawing.GREEN, 3),
-        (HOST, "eager"): ("fired by the host", drawing.ORANGE, 4),
-    }
-    pictures = []
-    for kind, alike in grouped([row for row in rows if row.time_us], lambda row: row.collective):
-        variants = grouped([row for row in alike if row.implementation == DMA], lambda row: row.variant)
-        best: dict[int, float] = {}
-        for row in alike:
-            if row.implementation in OF_LIBRARY and row.time_us is not None:
-                best[row.bytes] = min(row.time_us, best.get(row.bytes, row.time_us))
-        if not variants:
-            continue
-        figure = Figure(figsize=(3.4 * len(variants), 3.8), layout="constrained")
-        panels = figure.subplots(1, len(variants), sharey=True, squeeze=False)[0]
-        for axes, (variant, of_variant) in zip(panels, variants, strict=True):
-            for how, (label, colour, style) in lines.items():
-                alike_us = {row.bytes: row.time_us or 0.0 for row in of_variant if (row.trigger, row.launch) == how}
-                if alike_us:
-                    plot_line(axes, dict(sorted(alike_us.items())), label, colour, style)
-            if best:
-                plot_line(axes, dict(sorted(best.items())), "the library's best", drawing.VERMILLION, 5)
-            size_axis(axes, sorted({row.bytes for row in of_variant}))
-            axes.set_yscale("log")
-            axes.set_title(variant)
-            axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-        panels[0].set_ylabel("from what begins it to its end, us")
-        panels[-1].legend(fontsize=8)
-        text = f"Time of {kind} from what begins it to its end over size, a panel for each variant of the copy engines."
-        title = f"Prelaunched {kind}: {results.where}"
-        pictures.append(save_titled(figure, f"prelaunch-{kind}", title, text, folder))
-    return pictures
-
-
 STUDY = Study(
     name="prelaunch",
     title="Prelaunched collectives, from trigger to end",
@@ -434,7 +389,6 @@ STUDY = Study(
     ),
     row=PrelaunchRow,
     tables=prelaunch_tables,
-    plots=draw_variants,
     measure=_measure,
     progress="prelaunched collectives",
 )

@@ -11,17 +11,13 @@ import datetime
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-
-from matplotlib.figure import Figure
 
 from sidelane.c3.strategies import ENGINES
 from sidelane_lab.cli.c3 import C3Options, HeuristicsOptions, PairOptions
 from sidelane_lab.harness import provenance
-from sidelane_lab.harness.drawing import BLACK, BLUE, ORANGE, save_titled
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.running import check_targets, publish
-from sidelane_lab.harness.study import Picture, Results, Study, read
+from sidelane_lab.harness.study import Results, Study, read
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of
 from sidelane_lab.harness.terminal import tables_console
 from sidelane_lab.machines.load import find
@@ -55,6 +51,18 @@ def share_of(rows: Sequence[HeuristicRow]) -> tuple[int, int, float, float] | No
     return sum(bool(row.right) for row in rows), len(lost), statistics.fmean(lost), max(lost)
 
 
+CHOICE_COLUMNS: Mapping[str, Cell] = {
+    "<heuristic": "heuristic",
+    "<GEMM": "gemm",
+    "<collective": "collective",
+    "bytes": "bytes",
+    "<chosen": "chosen",
+    "<best": "best",
+    "us": "time_us",
+    "lost\n%": "lost_percent:.1f",
+}
+
+
 def _shares(rows: Sequence[HeuristicRow]) -> Table:
     lines, notes = [], []
     for name, alike in grouped(rows, lambda row: row.heuristic, ordered=False):
@@ -72,52 +80,12 @@ def _shares(rows: Sequence[HeuristicRow]) -> Table:
     return Table(title, columns, tuple(lines), notes_of(notes), keys=2)
 
 
-CHOICE_COLUMNS: Mapping[str, Cell] = {
-    "<heuristic": "heuristic",
-    "<GEMM": "gemm",
-    "<collective": "collective",
-    "bytes": "bytes",
-    "<chosen": "chosen",
-    "<best": "best",
-    "us": "time_us",
-    "lost\n%": "lost_percent:.1f",
-}
-
-
 def _choices(rows: Sequence[HeuristicRow]) -> Table:
     """Make a table of every choice with its reason; of many those that were not right."""
     judged = [row for row in rows if row.time_us is not None]
     shown = judged if len(judged) <= MOST_SHOWN else [row for row in judged if not row.right]
     title = "choices" if shown is judged else "choices that were not right; the file has the others, with their reasons"
     return table_of(title, shown, CHOICE_COLUMNS, keys=4, value=lambda row: 0.0 if row.right else None)
-
-
-def draw_heuristics(rows: Sequence[HeuristicRow], results: Results, directory: Path) -> list[Picture]:
-    """One picture, a panel for each heuristic: percent lost, greatest first; none where nothing was judged."""
-    judged = [row for row in rows if row.lost_percent is not None]
-    by_name = grouped(judged, lambda row: row.heuristic, ordered=False)
-    if not by_name:
-        return []
-    figure = Figure(figsize=(2.6 * len(by_name) + 0.6, 3.2), layout="constrained")
-    panels = figure.subplots(1, len(by_name), squeeze=False, sharey=True)[0]
-    for panel, (name, alike) in zip(panels, by_name, strict=True):
-        found = share_of(alike)
-        assert found is not None
-        right, count, mean, _ = found
-        ranked = sorted(alike, key=lambda row: -(row.lost_percent or 0.0))
-        colours = [BLUE if row.seen else ORANGE for row in ranked]
-        panel.bar(range(len(ranked)), [row.lost_percent or 0.0 for row in ranked], color=colours, width=0.8)
-        panel.set_title(f"{name}\n{right} of {count} right, {mean:.1f}% lost", fontsize=9)
-        panel.set_xlabel("pairs")
-        panel.set_xticks([])
-        panel.axhline(0.0, color=BLACK, linewidth=0.7)
-    panels[0].set_ylabel("lost to the best of the sweep, %")
-    for colour, label in ((BLUE, "GEMM was profiled"), (ORANGE, "was not")):
-        panels[-1].bar([0], [0], color=colour, label=label)
-    panels[-1].legend(fontsize=7, frameon=False)
-    title = f"Heuristics: {results.where}"
-    text = "Percent that each heuristic's choice takes longer than the best of the sweep, by pair."
-    return [save_titled(figure, "heuristics", title, text, directory)]
 
 
 TILE = 128
@@ -272,7 +240,6 @@ STUDY = Study(
     ),
     row=HeuristicRow,
     tables=heuristic_tables,
-    plots=draw_heuristics,
     predict=predict,
     main=main,
 )

@@ -31,7 +31,7 @@ from sidelane_lab.pairs.workload import LIBRARY, Gemm, Workload
 from sidelane_lab.shaping.shape import SHAPES, GemmShape
 from sidelane_lab.studies.c3.bench import case_of, scaled_workloads
 from sidelane_lab.studies.c3.occupancy_predict import predict, predict_row
-from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
+from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, occupancy_tables
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.driver import Driver
@@ -376,7 +376,6 @@ STUDY = Study(
     ),
     row=OccupancyRow,
     tables=occupancy_tables,
-    plots=draw_occupancy,
     measure=_measure,
     predict=predict,
     predict_row=predict_row,

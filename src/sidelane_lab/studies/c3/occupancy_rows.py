@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from sidelane.sizes import format_bytes
-from sidelane_lab.harness.drawing import BLACK, BLUE, GREEN, ORANGE, file_name, plot_line, save_titled
 from sidelane_lab.harness.report import Cell, table_of
-from sidelane_lab.harness.study import IMPLEMENTATIONS, Picture, Results
+from sidelane_lab.harness.study import IMPLEMENTATIONS
 from sidelane_lab.harness.table import Table, grouped, number, verdict
 from sidelane_lab.studies.c3.rows import PairRow, pair_words
 
@@ -137,67 +131,3 @@ def gain(rows: Sequence[OccupancyRow]) -> tuple[str, ...]:
 def _words(row: OccupancyRow) -> str:
     resident = f", {row.resident} resident" if row.resident else ""
     return f"{row.shape}, {row.blocks} blocks{resident}{', priority' if row.priority else ''}"
-
-
-COLOURS = (BLUE, ORANGE, GREEN)
-FIGURES = (("normalised", "time / sequential"), ("overlap_rate", "overlap rate, %"), ("time_us", "time, us"))
-
-
-def draw_occupancy(rows: Sequence[OccupancyRow], results: Results, directory: Path) -> list[Picture]:
-    """Draw a picture for each pair: a panel a figure, a line for each shape with and without priority."""
-    timed = [row for row in rows if row.time_us is not None]
-    return [_draw(alike, results, directory) for _, alike in grouped(timed, pair_of, ordered=False)]
-
-
-def _draw(rows: Sequence[OccupancyRow], results: Results, directory: Path) -> Picture:
-    first, shapes = rows[0], list(dict.fromkeys(row.shape for row in rows))
-    curves = {
-        (shape, priority): _unlimited([row for row in rows if (row.shape, row.priority) == (shape, priority)])
-        for shape in shapes
-        for priority in (False, True)
-    }
-    colours = dict(zip(shapes, COLOURS, strict=False))
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    above, (saved, shaped, empty) = figure.subplots(2, len(FIGURES))
-    empty.set_axis_off()
-
-    def plot(panel: Axes, shape: str, priority: bool, points: Mapping[int, float]) -> None:
-        if shape in colours:
-            plot_line(panel, points, shape + (", priority" if priority else ""), colours[shape], priority)
-
-    for panel, (name, label) in zip(above, FIGURES, strict=True):
-        for way, curve in curves.items():
-            plot(panel, *way, {blocks: getattr(row, name) for blocks, row in curve.items()})
-        panel.set_title(label)
-        panel.set_ylim(bottom=0)
-    for (shape, priority), curve in curves.items():
-        # What priority saves of each shape, and each shape against the first one, at the same numbers of blocks.
-        if priority:
-            saved_by_blocks = _ratios(curve, curves[shape, False])
-            plot(saved, shape, False, {at: 100 * (1 - ratio) for at, ratio in saved_by_blocks.items()})
-        if shape != shapes[0]:
-            plot(shaped, shape, priority, _ratios(curve, curves[shapes[0], priority]))
-    for panel, title, level in ((saved, "saved by priority, %", 0.0), (shaped, f"time / that of {shapes[0]}", 1.0)):
-        panel.axhline(level, color=BLACK, linewidth=0.7)
-        panel.set_title(title)
-    for panel in (*above, saved, shaped):
-        panel.set_xscale("log", base=2)
-        panel.set_xlabel("thread blocks")
-    for panel in (above[-1], saved, shaped):
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(fontsize=7, frameon=False)
-    pair = f"{first.gemm} with {first.collective} of {format_bytes(first.bytes)} by {first.implementation}"
-    text = f"Normalised time, overlap rate and time of pipelined iterations by thread blocks, {pair}."
-    name = file_name(f"occupancy {first.gemm} {first.collective} {format_bytes(first.bytes)} {first.implementation}")
-    return save_titled(figure, name, f"Pipelined iterations, {pair}: {results.where}", text, directory)
-
-
-def _ratios(ours: Mapping[int, OccupancyRow], theirs: Mapping[int, OccupancyRow]) -> dict[int, float]:
-    """Return times over others by blocks, where both have some."""
-    return {at: (ours[at].time_us or 0.0) / (theirs[at].time_us or 1.0) for at in ours if at in theirs}
-
-
-def _unlimited(rows: Sequence[OccupancyRow]) -> dict[int, OccupancyRow]:
-    """Return, of each number of blocks, the row whose blocks ask for no more memory than they need."""
-    by_blocks = {row.blocks: row for row in sorted(rows, key=lambda row: row.resident)}
-    return dict(sorted(by_blocks.items()))

@@ -14,13 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-
 from sidelane.choice.fused import FUSED
 from sidelane.execute.timeline import write_chrome_trace
 from sidelane_lab.cli.fused import FUSED_OPS, FusedOptions
-from sidelane_lab.harness.drawing import RC, save_both
 from sidelane_lab.harness.study import MODEL
 from sidelane_lab.machines.ranges import ends, variations
 from sidelane_lab.machines.spec import Machine
@@ -41,11 +37,11 @@ from sidelane_lab.model.operators import (
     predict_fused,
     predict_unfused,
 )
-from sidelane_lab.model.panels import draw_dots, draw_timeline
+from sidelane_lab.model.panels import draw_timeline
 from sidelane_lab.model.split import chain_us, split_us
 from sidelane_lab.model.symmetry import predict_symmetric
 from sidelane_lab.model.workgroups import resident
-from sidelane_lab.studies.fused.rows import FusedRow, draw_fused, in_parts, lower_percent, sizes_of, with_programs
+from sidelane_lab.studies.fused.rows import FusedRow, in_parts, sizes_of, with_programs
 from sidelane_lab.studies.fused.shapes import MEANING, ON_GPUS, half_for_one
 
 PIECES = (1, 2, 4)
@@ -222,10 +218,7 @@ def time_at(machine: Machine, operator: OperatorModel, occupancy: float, starts_
 
 
 def draw(machine: Machine, rows: Sequence[FusedRow], folder: Path, occupancy: float | None) -> None:
-    """Draw the study's pictures, how much faster each operator is fused, and a timeline of a kernel in each order."""
-    with mpl.rc_context(RC):
-        draw_fused(rows, f"{machine.title}, predicted", folder)
-        _draw_gains(machine, rows, folder)
+    """Draw a timeline of a kernel in each order."""
     kernels = [] if among_many(machine) else [row for row in rows if row.schedule in ORDERS]
     for order in ORDERS if kernels else ():
         # The first embedding, if there is one: what its order changes can be seen.
@@ -234,20 +227,3 @@ def draw(machine: Machine, rows: Sequence[FusedRow], folder: Path, occupancy: fl
         timeline = predict_fused(machine, operator, order, occupancy=occupancy, record=True).fused.timeline
         write_chrome_trace(folder / f"timeline-fused-{order}.trace.json", timeline)
         draw_timeline(timeline, f"{traced.op}, {order}, {machine.title}", folder, f"timeline-fused-{order}")
-
-
-def _draw_gains(machine: Machine, rows: Sequence[FusedRow], folder: Path) -> None:
-    found = [
-        (f"{row.op}: {row.shape}; {row.schedule}", row.low_percent, lower_percent(row, rows), row.high_percent)
-        for row in rows
-        if row.low_percent is not None and row.high_percent is not None
-    ]
-    if not found:
-        return
-    figure = Figure(figsize=(11, 1.6 + 0.24 * len(found)), layout="constrained")
-    axes = figure.subplots()
-    draw_dots(axes, found)
-    axes.set_xlabel("time lower than unfused, % (lines: plausible)")
-    axes.set_ylabel("operator and shape")
-    axes.set_title(f"Fused operators on {machine.title}: predicted")
-    save_both(figure, "fused-predicted", folder)

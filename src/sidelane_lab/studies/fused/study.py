@@ -47,7 +47,6 @@ from sidelane_lab.studies.fused.predict import predict
 from sidelane_lab.studies.fused.rows import (
     ALONE,
     FusedRow,
-    draw_fused,
     element_bytes_of,
     fused_tables,
     kept_of,
@@ -305,7 +304,6 @@ STUDY = Study(
     ),
     row=FusedRow,
     tables=fused_tables,
-    plots=lambda rows, results, folder: draw_fused(rows, results.where, folder),
     measure=_measure,
     predict=predict,
     main=main,

@@ -39,7 +39,7 @@ from sidelane_lab.studies.phases.programs import (
     predicted_rows,
 )
 from sidelane_lab.studies.phases.rig import Rig, error, fill
-from sidelane_lab.studies.phases.rows import PhaseRow, PhasesOptions, draw_phases, phase_tables
+from sidelane_lab.studies.phases.rows import PhaseRow, PhasesOptions, phase_tables
 from sidelane_lab.studies.phases.split import FIELDS, Sample, slowest, split
 
 FALLBACK_MACHINE = "h200x4"
@@ -303,7 +303,6 @@ STUDY = Study(
     ),
     row=PhaseRow,
     tables=phase_tables,
-    plots=lambda rows, results, folder: draw_phases(rows, results.where, folder),
     measure=_measure,
     predict=predicted_rows,
     check=_check,
