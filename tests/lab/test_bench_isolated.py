@@ -146,8 +146,13 @@ def test_what_was_measured_is_kept_when_a_rank_fails_and_gone_on_with(
     results = running.run(options)
     assert results is not None
     assert results.rows == (*ROWS[:5], newer, *ROWS[6:]) == read(tmp_path / "c3.json").rows
+    write(tmp_path / "c3.json", dataclasses.replace(results, commit="older"))
+    kept = running.run(options)
+    assert kept and [one.commit for one in kept.rows] == ["older"] * 5 + [""] * 6 == [
+        one.commit for one in read(tmp_path / "c3.json").rows
+    ]
     # What has no time is tried again.
-    assert seen == [frozenset(), frozenset(map(key_of, ROWS[:5]))]
+    assert seen[:2] == [frozenset(), frozenset(map(key_of, ROWS[:5]))]
     monkeypatch.setattr(running, "run_ranks", following(ROWS[:1], seen))
     running.run(dataclasses.replace(options, fresh=True))
     assert read(tmp_path / "c3.json").rows == ROWS[:1] and seen[-1] == frozenset()

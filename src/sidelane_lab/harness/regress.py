@@ -34,7 +34,7 @@ LEAST_LIBRARY_ROWS = 10
 """Number of points of libraries from which their spread counts."""
 
 MEASURED = (
-    *("note", "chosen", "sweep", "correct", "made_by", "nccl", "package"),
+    *("commit", "note", "chosen", "sweep", "correct", "made_by", "nccl", "package"),
     *("rounds", "best", "right", "orders"),
 )
 """Fields that are measured, follow from times, or say how, though they are no figures."""

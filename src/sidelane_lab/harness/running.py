@@ -264,7 +264,7 @@ def merged(key: Callable[[R], Hashable] | None, rows: Sequence[R]) -> tuple[R, .
 
 
 def rows_there(study: Study[R], path: Path | None, place: LaunchTarget, *, same_software: bool = False) -> Sequence[R]:
-    """The rows of a file that a study goes on with; none where there is no file.
+    """The rows of a file that a study goes on with, each with the commit that made it; none where there is no file.
 
     Raises:
         ValueError: it is of another study, of another machine or, if that matters, of other software.
@@ -277,7 +277,8 @@ def rows_there(study: Study[R], path: Path | None, place: LaunchTarget, *, same_
     if theirs != ours or (same_software and found.software != here.software):
         more = " with the same software" if same_software else ""
         raise ValueError(f"{study.name}: {path} was measured elsewhere (value={theirs}, allowed={ours}{more})")
-    return study.rows_of(found)
+    made_by = "" if found.commit == here.commit else found.commit
+    return [dataclasses.replace(row, commit=row.commit or made_by) for row in study.rows_of(found)]
 
 
 @contextmanager

@@ -55,11 +55,14 @@ class FlatRow:
         renamed: keys that are not the names of their fields, by field.
         allowed: the values that fields may have.
         figures: fields that are there, finite and not negative, unless a ``note`` says why not; null of wrong results.
+        commit: commit of the code that made the row, where it is not that of its file; a file that goes on has such.
     """
 
     renamed: ClassVar[dict[str, str]] = {}
     allowed: ClassVar[Allowed] = ()
     figures: ClassVar[tuple[str, ...]] = ()
+
+    commit: str = dataclasses.field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         where = type(self).__name__
@@ -80,8 +83,9 @@ class FlatRow:
 
     def exact(self) -> dict[str, Any]:
         """Return the object of a file with numbers that are not rounded."""
-        names = [field.name for field in dataclasses.fields(self)]
-        return {self.renamed.get(name, name): getattr(self, name) for name in names}
+        names = [field.name for field in dataclasses.fields(self) if field.name != "commit"]
+        of_row = {self.renamed.get(name, name): getattr(self, name) for name in names}
+        return {**of_row, "commit": self.commit} if self.commit else of_row
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Self:

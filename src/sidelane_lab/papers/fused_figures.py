@@ -17,7 +17,7 @@ from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.figures import MEASURED, NO_NUMBERS, PUBLISHED, PaperFigure
 from sidelane_lab.papers.files import BETWEEN_NODES, ResultFile
 from sidelane_lab.papers.fused import (
-    BATCHES,
+    DLRM_MACHINE,
     EMBEDDINGS,
     FUSED_WORDS,
     GEMMS,
@@ -25,18 +25,16 @@ from sidelane_lab.papers.fused import (
     MACHINE,
     NORMALISED,
     PROFILED,
-    TABLES,
     FusedContext,
     operator_rows,
+    pass_ratios,
     scale_out,
 )
 from sidelane_lab.papers.measurements import FusedReadings, normalised_between_nodes
 from sidelane_lab.papers.rows import aligned, exact
-from sidelane_lab.traces.dlrm import DlrmPass, dlrm_passes
-from sidelane_lab.traces.schedule import end_us
 
 STAND_INS = "the text has not all of the shapes: the mean and the best only"
-MI210X2, DLRM_MACHINE = "mi210x1x2", "mi210x1x128"
+MI210X2 = "mi210x1x2"
 PROGRAMS = 16
 """Programs on a compute unit that count as full occupancy: the most that are measured."""
 OCCUPANCIES = tuple(eighths / 8 for eighths in range(1, 9))
@@ -194,21 +192,15 @@ def _timeline(machine: Machine, ranges: bool, version: str) -> list[TimelinePane
 
 def pass_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
     """Return Figure 15: the fused pass over the unfused one, a bar for each number of samples and tables of a node."""
-    shapes = [(max(1, batch // machine.nodes), count) for batch in BATCHES for count in TABLES]
 
     def normalised(changed: Machine) -> dict[str, list[float]]:
-        return {
-            FUSED_WORDS: [
-                end_us(fused) / end_us(unfused)
-                for unfused, fused in (dlrm_passes(changed, DlrmPass(batch=at[0], tables=at[1])) for at in shapes)
-            ]
-        }
+        return {FUSED_WORDS: list(pass_ratios(changed).values())}
 
     mean = 1 - published()["FU-SIM-01"]["value"] / 100
     return [
         Panel(
             curves=bands(machine, normalised, SECTIONS if ranges else ()),
-            x=[f"{batch}\n{count}" for batch, count in shapes],
+            x=list(pass_ratios(machine)),
             marks=[PublishedValue("published: mean", (mean,), line="--")],
             xlabel="samples, and tables a node",
             **NORMALISED,

@@ -276,6 +276,7 @@ def rows_of(trial: Trial, names: Sequence[str]) -> list[FsdpRow]:
         times, profiled_step = (None, None) if problem is not None else (one.rounds, kernels.get(name))
         columns = outcome(times, problem, one.way.note if one.way is not None else "")
         result = None if one.way is None else one.way.result
+        of_rounds: dict[str, Any] = {f"{figure}_ms": _ms(columns[f"{place}_us"]) for figure, place in FIGURES}
         rows.append(
             FsdpRow(
                 model=trial.case.model.name,
@@ -285,7 +286,7 @@ def rows_of(trial: Trial, names: Sequence[str]) -> list[FsdpRow]:
                 reduce_dtype=options.reduce_dtype,
                 optimizer=options.optimizer,
                 implementation=name,
-                **{f"{figure}_ms": _ms(columns[f"{place}_us"]) for figure, place in FIGURES},
+                **of_rounds,
                 exposed_ms=exposed_ms(times, floor),
                 recovered_percent=recovered_percent(times, least, floor),
                 loss=None if result is None else result.loss,
@@ -306,7 +307,7 @@ def _ms(time_us: float | None) -> float | None:
     return None if time_us is None else time_us / 1e3
 
 
-def _figures(kernels: Profiled, floor: Profiled | None) -> dict[str, float | None]:
+def _figures(kernels: Profiled, floor: Profiled | None) -> dict[str, Any]:
     """Return what was profiled, by the names of a row."""
     slower = None if floor is None else kernels.slower_gemms_ms(floor)
     named = (COPY_IN, COPY_OUT, GEMM, ATTENTION)

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
+from typing import Any
 
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import REDUCING, Collective, Kind, all_gather, all_to_all, scatter
@@ -200,7 +201,7 @@ def phase_row(
 ) -> PhaseRow:
     """A row whose time without stamps is its time."""
     names = [field.name for field in dataclasses.fields(Phases)]
-    figures = {name: None if phases is None else getattr(phases, name) for name in names}
+    figures: dict[str, Any] = {name: None if phases is None else getattr(phases, name) for name in names}
     return PhaseRow(
         operation=operation.name,
         variant=operation.variant,
