@@ -12,6 +12,7 @@ import contextlib
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -44,8 +45,8 @@ class DeferredRelease:
     def __init__(self, what: object, device: torch.device) -> None:
         _deferred[id(self)] = device, what  # not in this object: a collection of garbage would finalise both
 
-    def __del__(self) -> None:
-        deferred = None if sys.is_finalizing() else _deferred.pop(id(self), None)
+    def __del__(self, is_at_exit: Callable[[], bool] = sys.is_finalizing) -> None:  # a module's names may be gone then
+        deferred = None if is_at_exit() else _deferred.pop(id(self), None)
         if deferred is None:  # at exit, or made by the process that this one was forked from
             return
         _dropped.append(deferred)

@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -218,3 +219,10 @@ def test_a_forked_process_gives_its_own_back_and_leaves_its_parents_alone(device
     release.submitters.discard(armed)
     waits.clear()
     assert release_dropped() and sorted(freed) == [1, 2]
+
+
+def test_what_goes_when_the_names_of_its_module_are_gone_raises_nothing() -> None:
+    """The interpreter sets them to None at its end, before it ends the last objects."""
+    owner = DeferredRelease(Memory([]), GPU)
+    with mock.patch.multiple(release, sys=None, _deferred={}):
+        owner.__del__()
