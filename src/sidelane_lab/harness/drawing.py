@@ -1,7 +1,8 @@
 """Parts of pictures: colours, lines, axes of sizes, names at the ends of lines, files.
 
 Colours are those of Okabe and Ito, which people with any colour vision tell apart; every line and bar also carries its
-name or its value, so that no picture needs its colours.
+name or its value, so that no picture needs its colours. NCCL is red, on copy engines yellow, PyTorch pink; Sidelane is
+blue.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sidelane_lab.harness.study import Picture, Results
 from sidelane_lab.harness.table import grouped
 
 BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
-BLACK, GREY = "#000000", "#666666"
+BLACK, GREY, NAVY = "#000000", "#666666", "#003A5D"
 COLOURS = {
     "nccl": VERMILLION,
     "gloo": VERMILLION,
@@ -31,9 +32,24 @@ COLOURS = {
     "symm_mem": PURPLE,
     "dma": BLUE,
     "dma_left": BLUE,
-    "sm": GREEN,
-    "auto": BLACK,
+    "sm": SKY,
+    "auto": NAVY,
     "library": VERMILLION,
+    # Ways to run a workload, or to train a step with FSDP2.
+    "group": BLUE,
+    "copies": BLUE,
+    "operators": SKY,
+    "gemv": NAVY,
+    "ring": NAVY,
+    "none": GREY,
+    # Ways of the steps that `sidelane plan` predicts.
+    "dma all-gather": SKY,
+    "dma both": BLUE,
+    "straight all-gather": SKY,
+    "straight both": NAVY,
+    "sidelane_ag": SKY,
+    "sidelane": BLUE,
+    "sidelane_copies": NAVY,
 }
 # A strategy has the colour of whoever moves its bytes.
 COLOURS |= {strategy.name: COLOURS[strategy.mover] if strategy.concurrent else GREY for strategy in strategies()}
@@ -80,10 +96,16 @@ NAMES = {
     "sidelane_copies": "Sidelane, parameters copied out",
     "group": "Sidelane (group)",
     "operators": "Sidelane (fused)",
+    "copies": "Sidelane (copy engines)",
+    "gemv": "Sidelane (fused, GEMV too)",
+    "ring": "Sidelane (ring attention)",
+    "none": "no communication",
 }
 """Plain names, for pictures, of the implementations, strategies and ways that result files name; see ``plain_name``."""
 # Lines of one implementation differ in dash and mark.
 STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1, 1, 1, 1, 1)), "v"), ((0, (1, 3)), "P"))
+PLATE: Any = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+"""White behind a number that a line runs through."""
 RC: Any = {
     "font.size": 9,
     "axes.spines.top": False,

@@ -434,10 +434,11 @@ def _ms(us: float) -> str:
 def draw_plans(plans: Sequence[TrainingPlan], folder: Path) -> None:
     """Draw the exposed share of a step over the number of nodes, a panel for each way to shard it."""
     # Both load matplotlib, and torch, which takes longer than a plan does.
-    from sidelane_lab.harness.drawing import plain_name
+    from sidelane_lab.harness.drawing import COLOURS, plain_name
     from sidelane_lab.model.panels import Panel, draw_panels
 
     machine, step = plans[0].machine, plans[0].step
+    ways = dict.fromkeys(one.strategy for planned in plans for one in planned.ways)
 
     def panel(sharding: str) -> Panel:
         shares: dict[str, list[float]] = {}
@@ -448,13 +449,15 @@ def draw_plans(plans: Sequence[TrainingPlan], folder: Path) -> None:
         return Panel(
             curves={name: Band(*3 * (tuple(values),)) for name, values in shares.items()},
             x=counts,
+            styles={plain_name(way): (COLOURS[way], number) for number, way in enumerate(ways)},
             ticks={float(count): str(count) for count in counts},
             xlabel=f"nodes of {machine.gpus} GPUs",
             ylabel="exposed communication, % of the step",
             title=sharding,
             low=0,
+            legend={"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2, "frameon": False},
         )
 
     shardings = dict.fromkeys(one.sharding for planned in plans for one in planned.ways)
-    title = f"{step.model.name}, {step.tokens} tokens a rank: predicted"
+    title = f"{step.model.name}, {step.tokens} tokens per GPU: predicted"
     draw_panels(list(map(panel, shardings)), title, folder, f"plan-{step.model.name}-nodes", shared=True)

@@ -37,12 +37,10 @@ from sidelane_lab.explain.call import explain
 from sidelane_lab.harness.drawing import (
     BLACK,
     BLUE,
+    COLOURS,
     GREY,
-    ORANGE,
-    PURPLE,
     RC,
     STYLES,
-    VERMILLION,
     label_ends,
     save,
     size_axis,
@@ -410,10 +408,9 @@ def _overlap(data: dict[str, Any], folder: Path) -> Picture:
 
 
 def _bars(axes: Axes, bars: dict[str, float], dots: dict[str, float], title: str, dotted: str) -> None:
-    colours = {"c3_base": VERMILLION, "c3_sp": ORANGE, "nccl_ce": PURPLE}
     order = [name for name in NAMES if name in bars]
     for place, name in enumerate(order):
-        axes.bar(place, bars[name], 0.6, color=colours.get(name, BLUE))
+        axes.bar(place, bars[name], 0.6, color=COLOURS.get(name, BLUE))
         above = max(bars[name], 0.0, *([dots[name]] if name in dots else []))
         axes.text(place, above + 4, f"{bars[name]:.0f}", ha="center", fontsize=9, fontweight="bold")
     marked = [place for place, name in enumerate(order) if name in dots]
@@ -429,16 +426,15 @@ def _bars(axes: Axes, bars: dict[str, float], dots: dict[str, float], title: str
 def _gathers(data: dict[str, Any], folder: Path) -> Picture:
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes = figure.subplots()
-    colours = {"nccl": VERMILLION, "symm_mem": PURPLE, "auto": BLACK}
     ends: list[tuple[float, float, str, str]] = []
     sizes: Sequence[int] = ()
     for index, (name, by_size) in enumerate(data["gathers"].items()):
         times = {int(nbytes): us for nbytes, us in by_size.items()}
         sizes = sorted(times)
         line, mark = STYLES[index]
-        look: Any = {"linestyle": line, "marker": mark, "markersize": 4, "color": colours[name], "linewidth": 1.5}
+        look: Any = {"linestyle": line, "marker": mark, "markersize": 4, "color": COLOURS[name], "linewidth": 1.5}
         axes.plot(sizes, [times[n] for n in sizes], **look)
-        ends.append((sizes[0], times[sizes[0]], LINES[name], colours[name]))
+        ends.append((sizes[0], times[sizes[0]], LINES[name], COLOURS[name]))
     axes.set_yscale("log")
     size_axis(axes, sizes)
     axes.set_ylabel("us, in a CUDA graph")
@@ -459,7 +455,7 @@ def _timelines(folder: Path) -> list[Picture]:
     made = []
     for strategy, prediction in predicted.items():
         size, percent = format_bytes(workload.nbytes), f"{prediction.percent or 0:.0f}% of ideal"
-        title = f"GEMM and all_gather of {size} by {shown[strategy]}: {percent}, predicted for MI300X"
+        title = f"GEMM and all_gather of {size} with {shown[strategy]}: {percent}, predicted for MI300X"
         draw_timeline(prediction.timeline, title, folder, f"timeline-{strategy}", end_us=end_us)
         made.append(Picture(f"timeline-{strategy}", title, title))
     return made

@@ -16,6 +16,7 @@ from sidelane_lab.harness.drawing import (
     BLACK,
     COLOURS,
     GREY,
+    PLATE,
     VERMILLION,
     file_name,
     plain_name,
@@ -71,7 +72,7 @@ def draw_strategies(collective: str, rows: Sequence[C3Row], results: Results, di
             upper, lower, bars = panels[0][column], panels[1][column], ran[column]
             limits[0].append(_bars(upper, names, bars, "speedup", "{:.2f}", pair.ideal, ideal, nothing=1.0))
             limits[1].append(_bars(lower, names, bars, "percent_of_ideal", "{:.0f}%", 100.0, "100%", nothing=0.0))
-        for row, unit in enumerate(("speedup over one after the other", "percent of ideal")):
+        for row, unit in enumerate(("speedup over the sum of both alone", "percent of ideal")):
             low, high = zip(*limits[row], strict=True)
             panels[row][0].set_xlim(min(low), max(high))
             for axes in panels[row]:
@@ -124,7 +125,7 @@ def _bars(
             textcoords="offset points",
             ha="right" if left else "left",
             va="center",
-            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"},
+            bbox=PLATE,
         )
     if mark is not None:
         axes.axvline(mark, color=BLACK, linestyle="--", linewidth=0.9, zorder=0)

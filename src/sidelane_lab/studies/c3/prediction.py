@@ -273,8 +273,8 @@ def draw_groups(rows: Sequence[C3Row], predicted: Predicted, results: Results, d
     auto = ["auto"] if any(row.chosen for row in timed) else []
     pictures = [_ideal([alike for _, alike in pairs], results, directory)]
     figures = (
-        ("c3-kernels", kernels, "by kernels"),
-        ("c3-engines", [*kernels[:1], *engines, *auto], "by copy engines"),
+        ("c3-kernels", kernels, "with kernels"),
+        ("c3-engines", [*kernels[:1], *engines, *auto], "on copy engines"),
     )
     for name, strategies, what in figures:
         if strategies:
@@ -338,7 +338,7 @@ def _mean_speedups(
         axes.plot([], [], "o", color=BLACK, fillstyle="none", label="predicted")
     axes.axhline(1.0, color=BLACK, linewidth=0.8)
     axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
-    axes.set_ylabel("mean speedup over serial")
+    axes.set_ylabel("speedup over the sum of both alone")
     axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.18))
     title = f"Computation and collectives {what}: {results.where}"
     text = "Mean speedup over serial execution by collective and class, with the ideal."

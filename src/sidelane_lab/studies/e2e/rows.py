@@ -133,14 +133,19 @@ def draw_steps(rows: Sequence[WorkloadRow], results: Results, folder: Path) -> l
     """Draw a picture for each workload and launch: the step of every size by every way, next to the library's."""
     from matplotlib.figure import Figure
 
-    from sidelane_lab.harness.drawing import BLUE, COLOURS, GREEN, GREY, PURPLE, plain_name, save_titled
+    from sidelane_lab.harness.drawing import COLOURS, PLATE, plain_name, save_titled
 
-    colours = {**COLOURS, "group": BLUE, "operators": GREEN, NONE: GREY}
     pictures = []
     for (workload, launch), alike in grouped(rows, lambda row: (row.workload, row.launch), ordered=False):
         cases = grouped([row for row in alike if row.over_percent is not None], case_of, ordered=False)
         if not cases:
             continue
+        makers = grouped(dict.fromkeys(row.way for row in alike), lambda way: way.split(", ")[0], ordered=False)
+        looks = {
+            way: {"color": COLOURS[maker], "alpha": 0.6**place}
+            for maker, ways in makers
+            for place, way in enumerate(ways)
+        }
         most, lines = max(len(same) for _, same in cases), -(-len(cases) // MOST_SIZES)
         width = max(7.0, 0.5 + 0.15 * (most + 2) * min(len(cases), MOST_SIZES))
         figure = Figure(figsize=(width, 1.0 + 3.0 * lines), layout="constrained")
@@ -149,15 +154,22 @@ def draw_steps(rows: Sequence[WorkloadRow], results: Results, folder: Path) -> l
             for at, (_, same) in enumerate(some):
                 for place, row in enumerate(same):
                     x, share = at + (place - (len(same) - 1) / 2) * 0.84 / most, 100 + (row.over_percent or 0.0)
-                    axes.bar(x, min(share, HIGHEST), 0.77 / most, color=colours.get(row.way, PURPLE))
+                    axes.bar(x, min(share, HIGHEST), 0.77 / most, label=plain_name(row.way), **looks[row.way])
                     axes.text(
-                        x, 2, f"{plain_name(row.way)} {share:.0f}", rotation=90, ha="center", va="bottom", fontsize=7
+                        x, min(share, HIGHEST) + 1, f"{share:.0f}", ha="center", va="bottom", fontsize=6, bbox=PLATE
                     )
-            axes.axhline(100, color="black", linewidth=0.6)
-            names = [textwrap.fill(size, max(9, 2 * most)) for (_, size, _), _ in some]
+            axes.axhline(100, color="black", linewidth=0.6, zorder=0)
+            names = [
+                textwrap.fill(size.replace("b-", "b "), max(12, 2 * most), break_on_hyphens=False)
+                for (_, size, _), _ in some
+            ]
             axes.set_xticks(range(len(some)), names, fontsize=7)
-            axes.set_ylabel("time of a step, % of the library's", fontsize=8)
+            axes.set_ylabel("time of a step, % of NCCL's", fontsize=8)
+        shown = {
+            label: bar for axes in figure.axes for bar, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(shown.values(), shown, ncols=4, fontsize=7, frameon=False, loc="outside lower center")
         text = f"Time of a step of {workload} at each size by each way, {launch}, in percent of the library's."
-        title = f"{workload}, {launch}: {results.where}"
+        title = f"{workload.capitalize()}, {'in CUDA graphs' if launch == GRAPH else launch}: {results.where}"
         pictures.append(save_titled(figure, f"e2e-{workload}-{launch}", title, text, folder))
     return pictures

@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from sidelane_lab.harness.drawing import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, plain_name, save
+from sidelane_lab.harness.drawing import COLOURS, GREY, plain_name, save
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Picture
 from sidelane_lab.harness.table import MISSING, Table, grouped, verdict
@@ -195,14 +195,6 @@ def title_of(row: FsdpRow) -> str:
     return f"{row.model}, {row.layers} layers, {row.batch}x{row.seq} tokens a rank{more}"
 
 
-COLOURS = {
-    "nccl": VERMILLION,
-    "gloo": VERMILLION,
-    "nccl_ce": ORANGE,
-    "sidelane_ag": SKY,
-    "sidelane": BLUE,
-    "sidelane_copies": GREEN,
-}
 WIDTH = 0.8
 GAP = 2
 """Points between a bar and its number."""
