@@ -4,7 +4,7 @@
 the first call of each shape, before staging for ordinary tensors grows, and for what else the ranks agree on, such as a
 program or a kernel of one's own.
 ``WARNING`` has one for each reason why calls fall back to something slower or to another backend, and one for each wait
-for another rank that lasts (``Config.warn_s``). Nothing is logged at calls that come again.
+for another rank that lasts (``Config.warn_s``). Nothing is logged for repeated calls.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ SPLIT = ("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm")
 
 @on_ranks(2, interpreted=True)
 def test_fused_or_unfused(group: dist.ProcessGroup) -> None:
-    """They give the same; auto goes by rank 0's times on all ranks, and by thumb where there is none."""
+    """They give the same; auto uses rank 0's times on all ranks, and by thumb where there is none."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(Path(folder) / str(dist.get_rank(group))))  # others have nothing
         if dist.get_rank(group) == 0:

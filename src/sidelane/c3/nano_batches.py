@@ -25,7 +25,7 @@ class Waitable(Protocol):
     """Work under way, such as a collective with ``async_op=True``."""
 
     def wait(self) -> Any:
-        """Order the caller behind the work."""
+        """Order the caller after the work."""
 
 
 Started = tuple[torch.Tensor, Waitable | None]
@@ -94,7 +94,7 @@ class BegunCollective:
         return self._held[1][0].detach()  # another tensor than the caller's, which may be used for the next call
 
     def finish(self) -> torch.Tensor:
-        """Order the caller behind the collective that was started last, and return its output."""
+        """Order the caller after the collective that was started last, and return its output."""
         assert self._held is not None, "a collective is under way"
         (_, (output, work)), self._held = self._held, None
         if work is not None:
@@ -102,7 +102,7 @@ class BegunCollective:
         return output.detach()
 
     def wait(self) -> torch.Tensor:
-        """Order the caller behind the collective, and return its output."""
+        """Order the caller after the collective, and return its output."""
         begun, self.output = self.output, None
         if begun is None:
             raise RuntimeError("BegunCollective.wait: it has been waited for already; a work is waited for once")

@@ -180,7 +180,7 @@ def _expected_us(comm: Communicator, beside: Computation, moves: Sequence[tuple[
 class Overlap:
     """Runner of a computation and collectives at once: it tries every strategy first, and keeps the fastest.
 
-    It is for one pair that comes again and again, such as a step of a training loop. Each strategy runs once to warm
+    It is for one pair that is repeated, such as a step of a training loop. Each strategy runs once to warm
     up and ``rounds`` times to be timed, in turn; then the ranks agree once, by the slowest of them. All calls give
     correct results. Inside a graph's capture nothing is timed: it holds the chosen strategy, or the first one.
 

@@ -271,7 +271,7 @@ def _choice(device_type: str, ranks: int, peers: PeerMemory) -> list[tuple[str, 
         by = in_force(settings.current().profile, key_here(device_type, ranks), peers)
     except ValueError as problem:
         return [("choice", f"communicators will fail: {problem}")]
-    return [("choice", f"auto goes by {by.where}"), *(("note", note) for note in by.notes)]
+    return [("choice", f"auto uses {by.where}"), *(("note", note) for note in by.notes)]
 
 
 def _block(title: str, lines: Sequence[tuple[str, ...]]) -> rich.table.Table:

@@ -157,7 +157,7 @@ class Backend(abc.ABC):
         return None
 
     def follow_all(self) -> None:
-        """Order the caller's next work behind all calls, and behind the work of streams that were noted."""
+        """Order the caller's next work after all calls, and after the work of streams that were noted."""
         return
 
     def note_stream(self) -> None:

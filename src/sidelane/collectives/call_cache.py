@@ -35,7 +35,7 @@ MOST_BYTES = 64 << 20
 """Bytes of all entries that are kept, and of the programs that these run, as ``caching`` estimates them."""
 
 MOST_NEW = 64
-"""Number of the newest entries, which are kept beyond that only if their call has come again."""
+"""Number of the newest entries, which are kept beyond that only if their call was repeated."""
 
 MOST_SEEN = 4096
 """Number of keys in one half of the keys that were seen once (``CallCache.has_seen``)."""
@@ -49,7 +49,7 @@ _PLAIN = ((True, False), (True,))
 class CallCache:
     """The entries of one lane: the ``MOST_NEW`` newest, and those of calls that came again, within ``MOST_BYTES``.
 
-    Of these the oldest one that was not asked for meanwhile goes first. Calls of sizes that never come again take the
+    Of these the oldest one that was not asked for meanwhile goes first. Calls of sizes that never repeat take the
     place of each other only.
 
     Attributes:

@@ -97,7 +97,7 @@ class CallPath:
             variant: see ``Communicator.all_gather``.
             beside: see ``Communicator.all_gather``.
             async_op: see ``Communicator.all_gather``.
-            remember: compiled code does not know the call, and may make it when it comes again.
+            remember: compiled code does not know the call, and may make it when it is repeated.
 
         Raises:
             Exception: as ``Communicator.all_gather`` does.

@@ -200,7 +200,7 @@ class Preparer:
             key: cache key of the call, with its addresses.
 
         Returns:
-            The call, and whether it comes again; in this case it is cached under ``key``.
+            The call, and whether it is repeated; in this case it is cached under ``key``.
         """
         loaded = self._load(known.plan.program, known.at(shape.addresses), False)
         prepared = PreparedCall(loaded, known.signature, False, known.plan.choice)

@@ -1,6 +1,6 @@
 """A stream beside the caller's, on which calls are queued behind the caller's work so far.
 
-Compiled code does the same for calls that come again (``native/replay.c``), in less time.
+Compiled code does the same for repeated calls (``native/replay.c``), in less time.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Work(dist.Work):
 
     @abc.abstractmethod
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Order the caller behind the collective: a CPU caller blocks, a GPU caller's current stream waits.
+        """Order the caller after the collective: a CPU caller blocks, a GPU caller's current stream waits.
 
         Args:
             timeout: if given, a GPU caller blocks as well, and the wait fails after this time; the collective goes on.

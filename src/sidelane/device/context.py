@@ -136,7 +136,7 @@ def put_weak(addresses, peer, offsets, values, mask=None, ALIGNED: tl.constexpr 
 
 @triton.jit
 def get_weak(addresses, peer, offsets, DTYPE: tl.constexpr, mask=None, ALIGNED: tl.constexpr = False):
-    """Load values from a peer's tensor. Weak: an earlier :func:`wait_acquire` orders it behind the peer's stores.
+    """Load values from a peer's tensor. Weak: an earlier :func:`wait_acquire` orders it after the peer's stores.
 
     See :func:`put_weak` for the arguments.
     """

@@ -213,7 +213,7 @@ class Gathered(AllGatherResult):
 
     @torch.no_grad()
     def hand_over(self, params: Sequence[Any], ranks: int) -> None:
-        """Order the caller behind the gather, and give parameters their memory: ``foreach_all_gather_copy_out``."""
+        """Order the caller after the gather, and give parameters their memory: ``foreach_all_gather_copy_out``."""
         device = self.all_gather_output.device
         if self.all_gather_event is not None:
             torch.get_device_module(device).current_stream().wait_event(self.all_gather_event)

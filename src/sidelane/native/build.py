@@ -70,7 +70,7 @@ def load_replays() -> Replays:
         one_line = " ".join(str(problem).split())  # compilers explain themselves in several
         found = Replays(None, f"{type(problem).__name__}: {one_line}"[:_MOST_LETTERS])
     if found.module is None:
-        log.calls.warning("calls that come again are made in Python, which is slower: %s", found.words)
+        log.calls.warning("repeated calls are made in Python, which is slower: %s", found.words)
         ranges.notify("fell_back", "repeated calls", "Python", found.words)
     return found
 

@@ -82,7 +82,7 @@ def lower(program: Program, native: AbstractSet[type[Move]], fits: Callable[[Mov
 
 
 def hold(program: Program) -> Program:
-    """Put all queues of a rank behind one trigger, which its ``caller`` queue fires. ``release`` removes it.
+    """Let all queues of a rank wait for one trigger, which its ``caller`` queue fires. ``release`` removes it.
 
     It is the last flag but one of every rank, and only this rank touches it. A rank that does nothing waits for it all
     the same: it can be fired everywhere. The last flag is for executors (``ended_by``).

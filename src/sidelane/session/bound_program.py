@@ -304,7 +304,7 @@ class BoundProgram(LoadedProgram):
         return work
 
     def trigger(self, number: int) -> None:
-        """Fire a trigger behind the caller's work so far, which has computed the bytes that it releases.
+        """Fire a trigger after the caller's work so far, which has computed the bytes that it releases.
 
         Args:
             number: number of the trigger, which is that of the ``caller`` engine of this rank; each once per call.
@@ -344,7 +344,7 @@ class BoundProgram(LoadedProgram):
         return tuple((address, value.at(self._epoch) & WORD_MASK) for address, value in self._words[number])
 
     def wait_for_arrival(self, number: int) -> None:
-        """Order the caller's next work behind an arrival, so that it may read the bytes. CPU ranks wait for the end.
+        """Order the caller's next work after an arrival, so that it may read the bytes. CPU ranks wait for the end.
 
         Args:
             number: number of the arrival, in the order of the ``caller`` engines of this rank that wait.

@@ -699,7 +699,7 @@ class Communicator:
 
     @entry
     def barrier(self) -> None:
-        """Order the caller's next work behind everything that all ranks had queued before their barrier."""
+        """Order the caller's next work after everything that all ranks had queued before their barrier."""
         if self._barrier_tensor is None:
             self._barrier_tensor = self._empty((self.world_size,), torch.uint8)
         tensor = self._barrier_tensor

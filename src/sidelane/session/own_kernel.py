@@ -259,7 +259,7 @@ class OwnKernel:
         return PreparedCall(runnable, signature, captured, choice)
 
     def shared(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the bytes behind the flags as a tensor on the device, and their addresses on all ranks, int64."""
+        """Return the bytes that follow the flags as a tensor on the device, and their addresses on all ranks, int64."""
         assert self._block is not None
         device, start = self.context.device, region_bytes(self.flags)
         addresses = torch.tensor([base + start for base in self._block.addresses], device="cpu")

@@ -100,7 +100,7 @@ class Prelaunched(LoadedProgram):
         calls.armed, self._unfired = self, {0}
 
     def trigger(self) -> None:
-        """Fire the call behind the caller's work so far; the caller's next work follows its end. CPU ranks block.
+        """Fire the call after the caller's work so far; the caller's next work follows its end. CPU ranks block.
 
         Raises:
             RuntimeError: it is not armed.
@@ -132,7 +132,7 @@ class Prelaunched(LoadedProgram):
             self._run(self._calls.backend.caller_stream(), async_op=True)
 
     def wait(self) -> None:
-        """Order the caller's next work behind the end of the call. CPU ranks block.
+        """Order the caller's next work after the end of the call. CPU ranks block.
 
         Call it after :meth:`trigger_from_host`, or after launching a kernel that fires the trigger. If the kernel never
         does, the call times out and names this rank. Another handle may be armed meanwhile.

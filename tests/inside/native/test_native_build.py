@@ -111,7 +111,7 @@ def test_without_a_compiler_it_says_so_once(
         build.load_replays.cache_clear()
     assert list(cache.iterdir()) == []
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == f"calls that come again are made in Python, which is slower: {words}"
+    assert line == f"repeated calls are made in Python, which is slower: {words}"
 
 
 AGAIN = """
