@@ -30,7 +30,7 @@ from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
 from sidelane.integrations.works import EndedWork, JoinedWork, OtherWork
-from sidelane.memory.heap import is_outside
+from sidelane.memory.heap import are_outside
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
@@ -114,9 +114,14 @@ class GroupDispatcher:
         """Return the works kept since :meth:`begin_coalescing`, as one."""
         self.life.require()
         works, self._coalescing = self._coalescing or [], None
-        if self._other_coalesces:
-            last = self.life.other._end_coalescing(device)
-            works = [*works, last] if last is not None else works
+        last = self.life.other._end_coalescing(device) if self._other_coalesces else None
+        if last is not None:
+            # The library's works inside end with the last one, and only that can be waited for.
+            inside = [work for work in works if isinstance(work, OtherWork)]
+            made = OtherWork(last, self.life.failed_peers, range(len(self.life.ranks)))
+            tensors = [tensor for work in inside for tensor in work.tensors]  # none of synchronous calls
+            self.life.orders[device.type].other(lambda: made, tensors, bool(tensors))
+            works = [made, *(work for work in works if not isinstance(work, OtherWork) or work.stands_for)]
         return works[0] if len(works) == 1 else JoinedWork(works)
 
     def launch(
@@ -157,12 +162,15 @@ class GroupDispatcher:
         nbytes = calls.larger_bytes(outputs, inputs) if has_lists else max(first.nbytes, tensors[-1].nbytes)
         is_left = nbytes > MOST_STAGED[operation][is_async] and self._may_leave(operation, tensors)
         row = self._left.get((key, is_async, nbytes * operation.repeats), NO_ROW) if is_left else NO_ROW
-        if row[-1] and self._coalescing is None and are_plain(tensors, *key[2:]) and not self._captures():
+        if row[-1] and are_plain(tensors, first.dtype, device) and not self._captures():
             self.ledger.note(row, "", nbytes)
+            if self._coalescing is not None:
+                self._coalesce(device)
             # The backend's own method, since torch's dispatcher in front of it takes as long as all of this.
             method = getattr(self.life.other._get_backend(device), operation.method, None)
             make = functools.partial(self._make_by_library, operation.method, args, method=method)
-            return self._collect(self.life.orders[device.type].other(make, tensors, is_async), is_async, nbytes)
+            made = self.life.orders[device.type].other(make, tensors, is_async, captures=False)
+            return self._collect(made, is_async, nbytes)
         on_thread = device.type == "cpu" and (opts.timeout > NO_TIMEOUT or self._captures())
         work = None
         if not is_left and not on_thread and repeated is not None:
@@ -286,7 +294,7 @@ class GroupDispatcher:
             and (self.names.get(device), made.config.beside) == ("nccl", settings.NOTHING)
             and len(self.life.ranks) > 1
             and not made.backend.peers.through_host
-            and (not operation.repeats or all(is_outside(each.data_ptr()) for each in tensors if each.is_contiguous()))
+            and (not operation.repeats or are_outside([each.data_ptr() for each in tensors if each.is_contiguous()]))
         )
 
     def pass_on(
@@ -358,9 +366,8 @@ class GroupDispatcher:
         name, is_of_all = self.names.get(device, "none"), peers is None
         needed = range(len(self.life.ranks)) if peers is None else peers
         self._note(call, device, name, call.refusal)
-        if name == "nccl" and self._coalescing is not None and not self._other_coalesces and call.tensors:
-            self.life.other._start_coalescing(call.tensors[0].device)
-            self._other_coalesces = True
+        if name == "nccl" and self._coalescing is not None and call.tensors:
+            self._coalesce(call.tensors[0].device)
         if name != "nccl":  # which refuses tensors that are not contiguous, on this rank, in words
             call.make_contiguous()
         looks = is_of_all and name == "gloo"
@@ -384,6 +391,12 @@ class GroupDispatcher:
         if work is None:
             return EndedWork()
         return OtherWork(work, self.life.failed_peers, needed, **options)
+
+    def _coalesce(self, device: torch.device) -> None:
+        """Let NCCL make its calls as one from here on, up to the end of those that are coalesced."""
+        if not self._other_coalesces:
+            self.life.other._start_coalescing(device)
+            self._other_coalesces = True
 
     def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
         key = call.operation.name, calls.dtype_name(call.tensors[0].dtype) if call.nbytes else "", device, where, why

@@ -6,8 +6,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -112,10 +113,12 @@ class OtherWork(dist.Work):
 
     Attributes:
         tensors: tensors of a call that a later one may come behind before the caller waits for it.
+        stands_for: the caller's tensors by the identities of the copies that the call writes in their place.
         waited: function that is told of the caller's wait; None for none.
     """
 
     tensors: Sequence[torch.Tensor] = ()
+    stands_for: Mapping[int, torch.Tensor] = MappingProxyType({})
     waited: Callable[[OtherWork], None] | None = None
 
     def __init__(
@@ -128,17 +131,18 @@ class OtherWork(dist.Work):
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
         super().__init__()
-        self._work, self._watch, self._peers, self._looks = work, watch, peers, looks
-        self._maker = os.getpid()
-        self._copies, self._copying = list(copies), threading.Lock()
-        self._stands_for = {id(copy): tensor for tensor, copy in copies} if copies else {}
+        self._work, self._watch, self._peers, self._looks, self._maker = work, watch, peers, looks, os.getpid()
+        if copies:
+            self._copies, self._copying = list(copies), threading.Lock()
+            self.stands_for = {id(copy): tensor for tensor, copy in copies}
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if os.getpid() != self._maker and not self._work.is_completed():
             raise forks.refusal("call under way", self._maker)
         try:
             done = self._wait_looking(timeout) if self._looks else self._work.wait(timeout)
-            self._copy_back()
+            if self.stands_for:
+                self._copy_back()
             if self.waited is not None:
                 self.waited(self)
                 self.tensors = ()
@@ -186,7 +190,7 @@ class OtherWork(dist.Work):
     def is_completed(self) -> bool:
         if not self._work.is_completed():
             return False
-        if self._copies and self._work.is_success():
+        if self.stands_for and self._work.is_success():
             self._copy_back()
         return True
 
@@ -198,11 +202,12 @@ class OtherWork(dist.Work):
 
     def result(self) -> list[torch.Tensor]:
         self.is_completed()
-        return [self._stands_for.get(id(each), each) for each in self._work.result()]
+        return [self.stands_for.get(id(each), each) for each in self._work.result()]
 
     def synchronize(self) -> None:
         self._work.synchronize()
-        self._copy_back()
+        if self.stands_for:
+            self._copy_back()
 
     def block_current_stream(self) -> None:
         self._work.block_current_stream()
@@ -215,13 +220,13 @@ class OtherWork(dist.Work):
 
     def get_future(self) -> Any:
         future = self._work.get_future()
-        if not self._stands_for:
+        if not self.stands_for:
             return future
 
         def ended(future: torch.futures.Future[Any]) -> list[torch.Tensor]:
             outputs = future.value()  # raises the call's error
             self._copy_back()
-            return [self._stands_for.get(id(each), each) for each in outputs]
+            return [self.stands_for.get(id(each), each) for each in outputs]
 
         return future.then(ended)
 

@@ -353,9 +353,10 @@ def symmetric_ranges() -> bytes:
     return b"".join(struct.pack("=QQ", start, start + nbytes) for start, nbytes in (*blocks, *pools))
 
 
-def is_outside(address: int) -> bool:
-    """Return True for an address that is neither in symmetric memory nor in a pool of this process, nor 0."""
-    return bisect.bisect(_bounds(generation_cell[0]), address) % 2 == 0
+def are_outside(addresses: Sequence[int]) -> bool:
+    """Return True for addresses that are neither in symmetric memory nor in a pool of this process, nor 0."""
+    bounds = _bounds(generation_cell[0])
+    return not any(bisect.bisect(bounds, address) % 2 for address in addresses)
 
 
 @functools.lru_cache(maxsize=1)
