@@ -184,8 +184,8 @@ def main() -> None:
         rates = f"{before:.0f} with DDP and AdamW, {after:.0f} with the sharded AdamW"
         print(f"{words}\ntokens a second: {rates}", flush=True)
     print(
-        f"rank {rank} of {world_size} on {device}: loss {losses[0]:.3f} to {losses[-1]:.3f}, in float32 the same as with "
-        "DDP; it goes on the same from a saved state"
+        f"rank {rank} of {world_size} on {device}: loss {losses[0]:.3f} to {losses[-1]:.3f}, in float32 the same as "
+        "with DDP; it goes on the same from a saved state"
     )
     if rank == 0 and not gpu:
         print(ON_CPUS)
