@@ -89,9 +89,27 @@ def test_memory_that_is_full_is_shared():
     alone = run_device(QUIET, [bound]).time_us
     reach = QUIET.gpu.memory_gbps * QUIET.matmul.memory_efficiency * 1e3
     assert alone == pytest.approx(UNITS * 1e9 / reach)
-    beside = run_device(QUIET, [bound, Gang("comm", 2 * alone, 0.4 * QUIET.gpu.memory_gbps)])
+    beside = run_device(QUIET, [bound, Gang("comm", 2 * alone, 0.3 * QUIET.gpu.memory_gbps)])
     assert beside.began_us["comm"] == 0.0, "DMA engines need no unit"
-    assert beside.ended_us["gemm"] == pytest.approx(alone * (QUIET.matmul.memory_efficiency + 0.4))
+    left = 1 - 0.3 / QUIET.matmul.memory_efficiency  # an engine that asks for less than an equal share gets it
+    assert beside.ended_us == pytest.approx({"gemm": alone / left, "comm": 2 * alone})
+    greedy = Gang("comm", 2 * alone, 2.0 * QUIET.gpu.memory_gbps)
+    assert run_device(QUIET, [bound, greedy]).ended_us["gemm"] == pytest.approx(2 * alone), "half for each"
+
+
+def test_operations_wait_for_bytes_as_far_as_the_kernel_says():
+    reach = QUIET.gpu.memory_gbps * QUIET.matmul.memory_efficiency * 1e3
+    blended = tiled(UNITS, traffic=75.0 * reach / UNITS, blend=1.0)
+    assert run_device(QUIET, [blended]).time_us == pytest.approx(125.0)
+    comm = Gang("comm", 1000.0, 0.25 * reach / 1e3)  # leaves three quarters of the memory
+    assert run_device(QUIET, [blended, comm]).ended_us["gemm"] == pytest.approx(100.0 * 2**0.5)
+
+
+def test_clocks_slow_operations_and_not_bytes():
+    slow, gang = QUIET.with_value("interference.copies", 0.25), Gang("comm", 1e4, 1.0)
+    assert run_device(slow, [tiled(UNITS), gang]).ended_us["gemm"] == pytest.approx(125.0)
+    kernels = [tiled(UNITS, us=0.0, traffic=1e9), gang]
+    assert run_device(slow, kernels).ended_us == pytest.approx(run_device(QUIET, kernels).ended_us)
 
 
 def test_memory_that_is_not_full_interferes_softly_and_with_both():

@@ -184,7 +184,8 @@ def test_either_of_two_may_come_first_on_h200(strategy, name):
     run = predict(named("h200x4"), table_ii_workload(name, Kind.ALL_GATHER), strategy)
     turns, beside = max(run.time_us, run.other_us), min(run.time_us, run.other_us)
     assert 0.95 * (run.gemm_us + run.comm_us) < turns < run.gemm_us + run.comm_us
-    assert max(run.gemm_us, run.comm_us) < beside < 0.75 * turns
+    # A collective takes no longer beside a GEMM: 3.50 ms, and 3.49 alone (cb1, 2017 MiB, h200x2/c3-classes.json).
+    assert max(run.gemm_us, run.comm_us) <= beside < 0.75 * turns
     assert run.time_us == (beside if strategy == "priority" else turns), "what is told if one number is asked for"
 
 

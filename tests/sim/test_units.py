@@ -10,16 +10,16 @@ import pytest
 
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import machine_names, named
-from sidelane_lab.model.blocks import BlockFootprint, Channels, Grid, most_blocks, share_of_speed
+from sidelane_lab.model.blocks import BlockFootprint, most_blocks, share_of_speed
+from sidelane_lab.model.device import Gang, Tiled, run_device
 from sidelane_lab.model.pipeline import OPT1, OPT2, Pipeline, blocks_per_unit, grid_of, run_pipeline, sequential_us
-from sidelane_lab.model.units import run_units
 from sidelane_lab.pairs.workload import Gemm, parse_gemm
 from sidelane_lab.papers.overlap import BLOCKS, PLATFORMS, OverlapContext
 
 H100, MI250X = named("h100x4"), named("mi250x8")
 SMALL, LARGE = BlockFootprint(128, 9216, 16.0), BlockFootprint(640, 61440, 80.0)
 
-COPY = Channels("C", 24, 950.0, 2000.0, 24, BlockFootprint(640, 640 * 80, 0.0))
+COPY = Gang("C", 950.0, 2000.0, 24, 24, footprint=BlockFootprint(640, 640 * 80, 0.0))
 """The collective's stand-in of the probe: 24 blocks of 640 threads that copy 939 MB, 0.95 ms alone."""
 MEASURED = {
     ("fitted to", Gemm(8192, 8192, 4096), OPT1): {
@@ -57,7 +57,7 @@ def iterations(gemm, tile, blocks, *, in_order, priority):
         dataclasses.replace(COPY, name=f"C{i}", after=(f"G{i}", *([f"C{i - 1}"] if i else [])), priority=int(priority))
         for i in range(10)
     ]
-    return run_units(H100, [*grids, *copies]).time_us / 1e3
+    return run_device(H100, [*grids, *copies]).time_us / 1e3
 
 
 @pytest.mark.parametrize("key", MEASURED, ids=[words for words, *_ in MEASURED])
@@ -66,7 +66,7 @@ def test_iterations_on_an_h100_as_measured(key):
     errors = {name: [] for name in ("alone", "in order", "base", "priority")}
     for blocks, measured in MEASURED[key].items():
         predicted = (
-            run_units(H100, [grid_of(H100, gemm, tile, blocks)]).time_us / 1e3,
+            run_device(H100, [grid_of(H100, gemm, tile, blocks)]).time_us / 1e3,
             iterations(gemm, tile, blocks, in_order=True, priority=False),
             iterations(gemm, tile, blocks, in_order=False, priority=False),
             iterations(gemm, tile, blocks, in_order=False, priority=True),
@@ -119,37 +119,41 @@ def test_warp_slots_bound_them_too():
 
 
 def grid(name, blocks, us=100.0, **more):
-    return Grid(name, blocks, us, 100.0, 0.0, 0.0, SMALL, **more)
+    return Tiled(name, blocks, us, 0.0, footprint=SMALL, saturation=100.0, **more)
+
+
+def gang(units=24, footprint=LARGE, **more):
+    return Gang("C", 50.0, 0.0, units, units, footprint=footprint, **more)
 
 
 def test_a_collective_gets_the_units_that_few_blocks_leave_empty():
-    beside = run_units(H100, [grid("G", 100), Channels("C", 24, 50.0, 0.0, 24, LARGE)])
+    beside = run_device(H100, [grid("G", 100), gang()])
     assert beside.began_us["C"] == 0 and beside.ended_us["C"] == pytest.approx(50)
-    full = run_units(H100, [grid("G", 132), Channels("C", 24, 50.0, 0.0, 24, LARGE)])
+    full = run_device(H100, [grid("G", 132), gang()])
     assert full.began_us["C"] == full.ended_us["G"], "its registers do not fit beside a block of the GEMM"
 
 
 def test_blocks_of_a_collective_that_have_a_place_progress():
-    run = run_units(H100, [grid("G", 120), Channels("C", 24, 50.0, 0.0, 24, LARGE)])
+    run = run_device(H100, [grid("G", 120), gang()])
     assert run.began_us["C"] == 0 and run.ended_us["C"] == pytest.approx(100, rel=0.01), "half speed on 12 units"
 
 
 def test_priority_goes_before_blocks_that_wait_but_takes_no_unit_away():
-    kernels = [grid("G", 132 * 7 * 4), Channels("C", 24, 50.0, 0.0, 24, LARGE, after=("first",)), grid("first", 1, 1.0)]
+    kernels = [grid("G", 132 * 7 * 4), gang(after=("first",)), grid("first", 1, 1.0)]
     kernels = [kernels[2], *kernels[:2]]
     ends = {}
     for priority in (0, 1):
         kernels[2] = dataclasses.replace(kernels[2], priority=priority)
-        ends[priority] = run_units(H100, kernels).began_us["C"]
+        ends[priority] = run_device(H100, kernels).began_us["C"]
     assert 90 < ends[1] < 120 and ends[0] > 350
 
 
 def test_where_units_do_not_drain_smaller_blocks_take_the_room_first():
     large = BlockFootprint(256, 256 * 128, 32.0)
-    kernels = [grid("G", 110 * 4 * 3), Channels("C", 16, 50.0, 0.0, 16, large, priority=1, delay_us=10.0)]
+    kernels = [grid("G", 110 * 4 * 3), gang(16, large, priority=1, after=("first",)), Gang("first", 10.0, 0.0)]
     assert MI250X.occupancy.drains == 0
-    apart = run_units(MI250X, kernels)
-    drained = run_units(MI250X.with_value("occupancy.drains", 1), kernels)
+    apart = run_device(MI250X, kernels)
+    drained = run_device(MI250X.with_value("occupancy.drains", 1), kernels)
     assert drained.began_us["C"] < 0.5 * apart.began_us["C"]
 
 
@@ -180,8 +184,8 @@ def test_every_machine_of_the_catalogue_runs_the_pipeline(name):
 
 def test_what_cannot_run_is_refused():
     with pytest.raises(ValueError, match="what a compute unit has"):
-        run_units(H100, [Grid("G", 1, 1.0, 2.0, 0.0, 0.0, BlockFootprint(4096, 1, 0.0))])
-    with pytest.raises(ValueError, match="nothing can start"):
-        run_units(H100, [grid("G", 1, after=("x",))])
+        run_device(H100, [Tiled("G", 1, 1.0, 0.0, footprint=BlockFootprint(4096, 1, 0.0))])
+    with pytest.raises(ValueError, match="unknown=..x"):
+        run_device(H100, [grid("G", 1, after=("x",))])
     with pytest.raises(ValueError, match=r"a section \[occupancy\]"):
-        run_units(dataclasses.replace(H100, occupancy=None), [grid("G", 1)])
+        run_device(dataclasses.replace(H100, occupancy=None), [grid("G", 1)])

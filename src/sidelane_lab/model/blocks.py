@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from sidelane_lab.machines.spec import Machine, Occupancy
 
@@ -21,58 +21,6 @@ class BlockFootprint:
     shared_kb: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Grid:
-    """A kernel of independent blocks, a GEMM for example.
-
-    Attributes:
-        name: unique in a run.
-        blocks: of it.
-        block_us: a block's time with a unit to itself.
-        saturation: how many times the speed of a block that has a unit to itself the unit reaches, at most.
-        traffic_bytes: a block's bytes through the memory.
-        cache_bytes: a block's bytes out of the cache that all units share.
-        footprint: of a block.
-        after: names of what must have ended before.
-        priority: the greater goes first.
-        delay_us: from then until its blocks can be placed.
-    """
-
-    name: str
-    blocks: int
-    block_us: float
-    saturation: float
-    traffic_bytes: float
-    cache_bytes: float
-    footprint: BlockFootprint
-    after: tuple[str, ...] = ()
-    priority: int = 0
-    delay_us: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Channels:
-    """A collective's kernel: blocks that carry a part of the bytes each, so that those which have a place progress.
-
-    Attributes:
-        alone_us: its time with nothing beside it.
-        memory_gbps: that it moves through the memory then.
-        need: blocks beyond which it gains nothing.
-
-    The others are those of :class:`Grid`.
-    """
-
-    name: str
-    blocks: int
-    alone_us: float
-    memory_gbps: float
-    need: float
-    footprint: BlockFootprint
-    after: tuple[str, ...] = ()
-    priority: int = 0
-    delay_us: float = 0.0
-
-
 def occupancy(machine: Machine) -> Occupancy:
     """Return the machine's figures of what fits on a compute unit.
 
@@ -84,27 +32,23 @@ def occupancy(machine: Machine) -> Occupancy:
     return machine.occupancy
 
 
-def most_blocks(machine: Machine, footprint: BlockFootprint) -> int:
-    """Return blocks of a kind that a compute unit holds at once."""
-    limits = occupancy(machine)
-    most = min(
-        limits.threads // footprint.threads,
-        limits.registers // footprint.registers,
-        machine.gpu.blocks_per_unit,
-        machine.gpu.shared_kb // footprint.shared_kb if footprint.shared_kb else float("inf"),
-    )
-    return int(most)
+def most_blocks(machine: Machine, new: BlockFootprint | None, held: Iterable[BlockFootprint | None] = ()) -> int:
+    """Return how many blocks of a kind a compute unit has room for beside the blocks that it holds.
 
-
-def has_room(machine: Machine, held: Sequence[tuple[BlockFootprint, int]], new: BlockFootprint) -> bool:
-    """True if a unit that holds some blocks (kind and number) has room for one more."""
+    A footprint of None is a whole unit's.
+    """
+    mine = list(held)
+    if new is None or None in mine:
+        return 0 if mine else 1
     limits, gpu = occupancy(machine), machine.gpu
-    return bool(
-        sum(number for _, number in held) < gpu.blocks_per_unit
-        and new.threads + sum(p.threads * number for p, number in held) <= limits.threads
-        and new.registers + sum(p.registers * number for p, number in held) <= limits.registers
-        and new.shared_kb + sum(p.shared_kb * number for p, number in held) <= gpu.shared_kb
-    )
+    room = [
+        gpu.blocks_per_unit - len(mine),
+        (limits.threads - sum(one.threads for one in mine if one)) // new.threads,
+        (limits.registers - sum(one.registers for one in mine if one)) // new.registers,
+    ]
+    if new.shared_kb:
+        room.append((gpu.shared_kb - sum(one.shared_kb for one in mine if one)) // new.shared_kb)
+    return max(0, int(min(room)))
 
 
 def share_of_speed(blocks: int, saturation: float) -> float:

@@ -47,28 +47,37 @@ def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name:
     usable = units if limit is None else min(limit, units)
     tiles = math.ceil(gemm.m / matmul.tile_m) * math.ceil(gemm.n / matmul.tile_n)
     if gemm.operation is not ComputeKind.PRODUCT:
-        tiles = 8 * units  # blocks enough for every unit
+        tiles = 64 * units  # blocks enough for every unit, and short beside what runs with them
     loss = float(matmul.partition_loss) * max(0.0, 2 * usable / units - 1) if usable < units else 0.0
     operations_us = compute_us(machine, gemm) * (1 + loss) * (usable / units) ** matmul.partition_gain
     in_waves = gemm.operation is ComputeKind.PRODUCT and tiles > units and not is_memory_bound(machine, gemm)
-    if matmul.persistent or not in_waves:
-        waves = began = 1 if matmul.persistent else max(1, round(tiles / usable))
-        # Fewer tiles than units are split along k, so that they are no slower for it; they leave units free, though.
-        workgroups = min(tiles, usable) if waves == 1 else usable * waves
-        operations_us, spread = operations_us * units / usable, min(workgroups, usable)
-    else:
+    waves = began = 1
+    if matmul.persistent:
+        workgroups = spread = min(tiles, usable)
+        operations_us *= units / usable
+    elif in_waves:
         # A workgroup a tile, as many as the shape has. The time alone is smooth in the shape, but fewer units take
         # whole waves more, and the last wave leaves units free (ConCCL paper, Figure 5 a: 17 to 27% for 32 to 64).
         workgroups, spread = tiles, units
         waves, began = math.ceil(tiles / usable), math.ceil(tiles / units)
+    elif tiles < units:
+        # Few tiles are split along k, so that they are no slower for it. The library does that for all units, and in a
+        # partition what finds no unit runs in a second wave.
+        workgroups = spread = tiles * (units // tiles)
+        operations_us = compute_us(machine, gemm)
+    else:
+        waves = began = max(1, round(tiles / usable))
+        workgroups, spread = usable * waves, usable
+        operations_us *= units / usable
     return Tiled(
         name,
         workgroups,
-        blended_us(operations_us, bytes_us(machine, gemm), float(matmul.blend)) / began,
+        operations_us / began,
         traffic_bytes(machine, gemm) / began / spread,
         limit=limit,
         cache_gain=float(matmul.cache_gain) if is_memory_bound(machine, gemm) else 0.0,
         together=bool(matmul.persistent),
+        blend=float(matmul.blend),
         fixed_us=(matmul.launch_us + split_us(machine, gemm, usable)) / waves,
     )
 
@@ -118,14 +127,6 @@ def bags_us(machine: Machine, bags: int, elements: int, rows: float) -> float:
 def bytes_us(machine: Machine, gemm: Gemm) -> float:
     """Return the time of its bytes with the memory to itself."""
     return traffic_bytes(machine, gemm) / (machine.gpu.memory_gbps * machine.matmul.memory_efficiency * 1e3)
-
-
-def blended_us(operations_us: float, bytes_us: float, blend: float) -> float:
-    """Time of operations that the bytes do not let run at their full speed, where bytes are not what counts anyway."""
-    longer, shorter = max(operations_us, bytes_us), min(operations_us, bytes_us)
-    if longer == 0 or blend == 0:
-        return operations_us
-    return max(operations_us, longer * (1 + blend * (math.hypot(1.0, shorter / longer) - 1)))
 
 
 def split_us(machine: Machine, gemm: Gemm, units: int) -> float:

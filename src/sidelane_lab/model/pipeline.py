@@ -17,11 +17,10 @@ import dataclasses
 
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.blocks import BlockFootprint, Channels, Grid, most_blocks, occupancy
-from sidelane_lab.model.device import DeviceRun
+from sidelane_lab.model.blocks import BlockFootprint, most_blocks, occupancy
+from sidelane_lab.model.device import DeviceRun, Gang, Tiled, run_device
 from sidelane_lab.model.gemm import traffic_bytes
 from sidelane_lab.model.kernels import library_gang
-from sidelane_lab.model.units import run_units
 from sidelane_lab.pairs.spans import shared_share
 from sidelane_lab.pairs.workload import Gemm
 
@@ -97,7 +96,7 @@ def blocks_per_unit(machine: Machine, tile: Tile, dtype: str) -> int:
 
 def run_pipeline(machine: Machine, pipeline: Pipeline, *, priority: bool, record: bool = False) -> DeviceRun:
     """Run the iterations overlapped. ``priority``: the collective's stream goes before the GEMM's."""
-    kernels: list[Grid | Channels] = []
+    kernels: list[Tiled | Gang] = []
     for i in range(pipeline.iterations):
         before = (f"G{i - pipeline.streams}",) if 0 < pipeline.streams <= i else ()
         kernels.append(_grid(machine, pipeline, f"G{i}", before))
@@ -108,10 +107,8 @@ def run_pipeline(machine: Machine, pipeline: Pipeline, *, priority: bool, record
     for i in range(pipeline.iterations):
         after = (f"G{i}", f"C{i - 1}") if i else (f"G{i}",)
         name, first = f"C{i}", int(priority)
-        kernels.append(
-            Channels(name, gang.units, gang.alone_us, gang.memory_gbps, gang.need, footprint, after, priority=first)
-        )
-    return run_units(machine, kernels, record=record)
+        kernels.append(dataclasses.replace(gang, name=name, footprint=footprint, after=after, priority=first))
+    return run_device(machine, kernels, record=record)
 
 
 def sequential_us(machine: Machine, pipeline: Pipeline) -> float:
@@ -121,15 +118,16 @@ def sequential_us(machine: Machine, pipeline: Pipeline) -> float:
 
 def alone_us(machine: Machine, pipeline: Pipeline) -> tuple[float, float]:
     """Return the times of a GEMM and of a collective alone."""
-    gemm_us = run_units(machine, [_grid(machine, pipeline, "G", ())]).time_us
+    gemm_us = run_device(machine, [_grid(machine, pipeline, "G", ())]).time_us
     return gemm_us, library_gang(machine, pipeline.collective, pipeline.nbytes).alone_us
 
 
-def _grid(machine: Machine, pipeline: Pipeline, name: str, after: tuple[str, ...]) -> Grid:
+def _grid(machine: Machine, pipeline: Pipeline, name: str, after: tuple[str, ...]) -> Tiled:
     """Return the GEMM of an iteration, whose blocks take what they ask for."""
     grid = grid_of(machine, pipeline.gemm, pipeline.tile, pipeline.blocks, name, after)
-    asked_kb = max(pipeline.asked_kb, grid.footprint.shared_kb)
-    return dataclasses.replace(grid, footprint=dataclasses.replace(grid.footprint, shared_kb=asked_kb))
+    footprint = pipeline.tile.footprint(pipeline.gemm.dtype)
+    asked_kb = max(pipeline.asked_kb, footprint.shared_kb)
+    return dataclasses.replace(grid, footprint=dataclasses.replace(footprint, shared_kb=asked_kb))
 
 
 def overlap_rate(run: DeviceRun, iterations: int) -> float:
@@ -142,7 +140,7 @@ def overlap_rate(run: DeviceRun, iterations: int) -> float:
 
 def grid_of(
     machine: Machine, gemm: Gemm, tile: Tile, blocks: int, name: str = "G", after: tuple[str, ...] = ()
-) -> Grid:
+) -> Tiled:
     """Return a GEMM of equal blocks, each of which goes over its part in tiles.
 
     A block waits ``step_us`` for the inputs of each step and then computes; so one alone leaves its unit idle most of
@@ -158,14 +156,14 @@ def grid_of(
     step_us = limits.step_us + step_flops / full
     block_us = gemm.flops / blocks / step_flops * step_us
     traffic = traffic_bytes(machine, gemm) / blocks
-    return Grid(
+    return Tiled(
         name,
         blocks,
         block_us,
-        full * step_us / step_flops,
         traffic,
-        gemm.flops / blocks / step_flops * loaded,
-        tile.footprint(gemm.dtype),
-        after,
+        after=after,
+        footprint=tile.footprint(gemm.dtype),
+        saturation=full * step_us / step_flops,
+        cache_bytes=gemm.flops / blocks / step_flops * loaded,
         delay_us=float(machine.matmul.launch_us),
     )

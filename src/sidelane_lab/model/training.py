@@ -45,9 +45,10 @@ COMMUNICATING = 0.04
 """The same of a step that communicates over one that does not, apart from what runs beside transfers: the power cap is
 held over more than a GEMM. Mean of six steps on two H200s (1 to 6%: ``gemm_apart_ms`` of
 results/h200x2/fsdp-profile.json). Assumed for other machines."""
-BESIDE_COPIES = 0.1
-"""The same beside copy engines that move, besides: ``gemm_beside_ms`` of Sidelane's two steps there, over the time of
-copies times the share of a step that GEMMs have (9 and 10%). Assumed for other machines."""
+BESIDE_COPIES = 0.11
+"""The same of a GEMM's operations beside copy engines that move, besides: ``gemm_beside_ms`` of Sidelane's two steps
+there, over the time of copies times the share of a step that GEMMs have (9 and 10% of whole GEMMs). Assumed for other
+machines."""
 FSDP, HSDP, DDP = "FSDP2", "HSDP", "DDP"
 """Ways to shard: over all ranks, in each node with replicas among nodes, and not at all."""
 Gangs = tuple[tuple[Kind, tuple[Gang, ...]], ...]
