@@ -29,7 +29,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/versions.md": versions.page,
     "lab/files.md": reference.files,
 }
-MARK = "<!-- table: "
+MARK, END = "<!-- table: ", "<!-- end of table -->"
 TABLE = re.compile(r"^<!-- table: ([\w-]+) -->\n(?:\|.*\n)*<!-- end of table -->$", re.MULTILINE)
 
 
@@ -42,7 +42,9 @@ def main() -> int:
     for path in (ROOT / "README.md", *sorted(pages)):
         text = path.read_text(encoding="utf-8")
         if path not in made and MARK in text:
-            made[path], found = TABLE.subn(lambda match: with_table(match[1]), text)
+            made[path], found = TABLE.subn(
+                lambda found: "\n".join([f"{MARK}{found[1]} -->", *tables.lines_of(found[1]), END]), text
+            )
             if found != text.count(MARK):
                 parser.error(f"{path.relative_to(ROOT)}: a table is not between two comments, or not alone there")
     if unused := set(tables.TABLES) - {name for text in made.values() for name in TABLE.findall(text)}:
@@ -66,10 +68,6 @@ def main() -> int:
     if check and changed:
         print(f"{changed} pages are out of date: make docs-pages", file=sys.stderr)
     return int(check and changed > 0)
-
-
-def with_table(name: str) -> str:
-    return "\n".join([f"<!-- table: {name} -->", *tables.lines_of(name), "<!-- end of table -->"])
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def c3(
 ) -> Cells:
     """Return percents of ideal next to a GEMM, by pair and strategy."""
     rows = rows_of(f"{machine}/{file}")
-    cells = [["GEMM next to a collective", "class", *(f"`{name}`" for name in strategies)]]
+    cells = [["GEMM beside a collective", "class", *(f"`{name}`" for name in strategies)]]
     for pair in dict.fromkeys((row["gemm"], row["collective"], row["bytes"], row["class"]) for row in rows):
         gemm, kind, nbytes, kind_of_pair = pair
         where = {"gemm": gemm, "collective": kind, "bytes": nbytes}

@@ -7,7 +7,8 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -22,7 +23,10 @@ from sidelane_lab.harness.study import Results, studies, study_of
 
 WIDTH = 116
 
-OF_COMMANDS = "`sidelane COMMAND --help` prints the same on the terminal. [Where to begin](../guide/commands.md)."
+OF_COMMANDS = (
+    "`sidelane COMMAND --help` prints the same on the terminal, with all options of the command. Options that several "
+    "commands share stand once, [at the end](#shared-options). [Where to begin](../guide/commands.md)."
+)
 OF_VARIABLES = """
 A switch is `0` or `1`. An unknown variable whose name begins with `SIDELANE_` causes a warning. `sidelane tune` writes
 the profile of a machine ([tuning](../guide/tuning.md))."""
@@ -74,22 +78,36 @@ def commands() -> str:
     for heading, names in groups.items():
         lines += ["", f"**{heading}**", "", "| command | |", "|---|---|"]
         lines += [f"| [`{name}`](#{name}) | {_paragraphs(main.find(name))[0]} |" for name in names]
-    for name in (name for names in groups.values() for name in names):
-        lines += ["", f"## {name}", "", *_one_command(name, main.find(name), main)]
+    options = {
+        name: [one for one in main.find(name).params if isinstance(one, click.Option) and not one.hidden]
+        for names in groups.values()
+        for name in names
+    }
+    shared = [
+        text
+        for text, count in sorted(Counter(_option(one) for some in options.values() for one in some).items())
+        if count > 2
+    ]
+    for name, some in options.items():
+        lines += ["", f"## {name}", "", *_one_command(name, main.find(name), some, shared)]
+    lines += ["", "## Shared options", "", *(line for text in shared for line in _filled(text, "- "))]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _one_command(name: str, command: click.Command, main: click.Group) -> Iterator[str]:
+def _one_command(
+    name: str, command: click.Command, options: Sequence[click.Option], shared: Sequence[str]
+) -> Iterator[str]:
     yield f"    sidelane {name} {_usage(command)}"
     for paragraph in _paragraphs(command):
         yield from ("", *_filled(paragraph))
-    options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
-    always = bool(main.context_settings.get("show_default"))
-    for group in dict.fromkeys(getattr(option, "group", "") for option in options):
+    own = [option for option in options if _option(option) not in shared]
+    for group in dict.fromkeys(getattr(option, "group", "") for option in own):
         yield from ("", f"**{group}**", "") if group else ("",)
-        for option in options:
+        for option in own:
             if getattr(option, "group", "") == group:
-                yield from _filled(_option(option, always), "- ")
+                yield from _filled(_option(option), "- ")
+    if others := [f"`{option.opts[0]}`" for option in options if option not in own]:
+        yield from ("", *_filled(f"[Shared options](#shared-options): {', '.join(others)}."))
     if examples := getattr(command, "examples", ()):
         yield from ("", "**Examples**", "")
         for line, does in examples:
@@ -209,20 +227,20 @@ def _usage(command: click.Command) -> str:
     return " ".join([*words, "[OPTIONS]"])
 
 
-def _option(option: click.Option, always: bool) -> str:
+def _option(option: click.Option) -> str:
     names = ", ".join([*option.opts, *option.secondary_opts])
     text = f"`{names}{'' if option.is_flag else ' ' + _value(option)}`"
     if option.help:
         text += f": {to_markdown(' '.join(option.help.split()))}"
     if option.metavar and isinstance(option.type, click.Choice):
         text += f" One of: {', '.join(option.type.choices)}."
-    default = _default(option, always)
+    default = _default(option)
     return f"{text} Default: {default}." if default else text
 
 
-def _default(option: click.Option, always: bool) -> str:
+def _default(option: click.Option) -> str:
     """Return the default of an option, if its help shows one."""
-    shown = always if option.show_default is None else option.show_default
+    shown = True if option.show_default is None else option.show_default  # as ``sidelane.cli.tool`` has it
     if isinstance(shown, str):
         return shown
     if isinstance(option.default, bool):

@@ -266,16 +266,16 @@ def _ranks(ranks: Sequence[int]) -> str:
     cls=HelpEntry,
     heading=LOOK,
     examples=(
-        ("sidelane recorder trace_rank_0 trace_rank_1", "which rank is behind, in which call; which calls differ"),
+        ("sidelane recorder trace_rank_0 trace_rank_1", "which rank is late, in which call; which calls differ"),
     ),
 )
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @json_option
 def recorder(files: tuple[Path, ...], json: Path | None) -> None:
-    """Say which rank is behind, and which calls differ, from the flight recorders of all ranks.
+    """Say which rank is late, and which calls differ, from the flight recorders of all ranks.
 
-    FILES: the dumps of one run, one a rank, which SIDELANE_FLIGHT_RECORDER=FOLDER/ lets ranks write when a peer fails.
-    torch's own are read, too.
+    FILES: the dumps of one run, one per rank, which ranks write when a peer fails if SIDELANE_FLIGHT_RECORDER=FOLDER/
+    is set. torch's own are read, too.
     """
     with plain_errors():
         dumps = [read_dump(path) for path in files]

@@ -57,7 +57,7 @@ NAMES = (
     "nccl, nccl_ce (NCCL on copy engines), symm_mem (PyTorch's symmetric memory), "
     "gloo, dma (Sidelane on copy engines), dma_left (without own parts), sm (Sidelane's kernels)"
 )
-"""Implementations that run next to a GEMM."""
+"""Implementations that run beside a GEMM."""
 
 Key = tuple[object, ...]
 """The values that two rows of one thing have in common."""
@@ -124,7 +124,7 @@ class PairOptions(StudyOptions):
     collectives: tuple[Kind, ...] = kinds((Kind.ALL_GATHER, Kind.ALL_TO_ALL), KINDS)
     dtype: str = word("--dtype", GEMM_DTYPES, "bfloat16", "On GPUs; CPUs take float32.")
     implementations: tuple[str, ...] = implementations(NAMES)
-    warmup: int = count("--warmup", 6, "Rounds before the measured.", 0)
+    warmup: int = count("--warmup", 6, "Rounds before the measured ones.", 0)
     repeats: int = count("--repeats", 9, "Measured rounds.")
 
     def __post_init__(self) -> None:
@@ -137,9 +137,9 @@ class PairOptions(StudyOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class C3Options(PairOptions):
-    """Run a GEMM next to a collective, under every strategy.
+    """Run a GEMM and a collective together, under every strategy.
 
-    PAIRS are written as the ConCCL paper does: cb1_896M is its compute-bound GEMM 1 next to 896 MiB, mb2_3.25G its
+    PAIRS are written as the ConCCL paper does: cb1_896M is its compute-bound GEMM 1 with 896 MiB, mb2_3.25G its
     memory-bound GEMM 2, and 4096x4096x4096_64M any other. --gemm and --bytes give the same, each GEMM with each size.
     --pairs-by-class h200x2 chooses pairs of every class for two H200s. Without any: cb1_896M.
 
@@ -148,7 +148,7 @@ class C3Options(PairOptions):
     whole study with --version, --json and --report.
 
     Strategies: conccl is Sidelane on copy engines, nccl_ce NCCL on copy engines. c3_ begins those of the library's
-    kernels, sm_ those of Sidelane's; behind it, base launches the GEMM first, sp the collective first, rp gives it
+    kernels, sm_ those of Sidelane's; after it, base launches the GEMM first, sp the collective first, rp gives it
     compute units of its own. docs/guide/overlap.md has all.
     """
 
@@ -198,7 +198,7 @@ class C3Options(PairOptions):
     third: bool = option(
         "--third",
         False,
-        "Also run each pair next to a third kernel, in each order of launches. Measured pairs.",
+        "Also run each pair with a third kernel, in each order of launches. Measured pairs.",
         is_flag=True,
     )
     energy_s: float | None = option(

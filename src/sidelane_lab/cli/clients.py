@@ -19,7 +19,7 @@ SECONDS: Any = {"group": HOW, "type": click.FloatRange(min=0, min_open=True), "m
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientOptions(StudyOptions):
-    """Measure programs that nobody here wrote, by who makes their collectives.
+    """Measure other people's programs with each process group.
 
     The Llama of transformers at the sizes of five public models, with random weights, is trained under
     DistributedDataParallel and FSDP2, and decodes under DTensor's tensor parallelism: on NCCL's group (Gloo's), on
@@ -59,7 +59,7 @@ class ClientOptions(StudyOptions):
         "Decode by torch.compile in a graph, too; takes minutes.",
         is_flag=True,
     )
-    warmup: int = count("--warmup", 4, "Steps before the measured.")
+    warmup: int = count("--warmup", 4, "Steps before the measured ones.")
     rounds: int = count("--rounds", 8, "Rounds in which the ways take turns.")
     steps: int = count("--steps", 2, "Steps of a round.")
     pair_s: float = option(

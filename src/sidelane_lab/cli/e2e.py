@@ -26,7 +26,7 @@ SECONDS: Any = {"group": HOW, "type": click.FloatRange(min=0, min_open=True), "m
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EndToEndOptions(StudyOptions):
-    """Measure whole workloads from end to end, by who communicates.
+    """Measure whole workloads end to end, with each way to communicate.
 
     Sequence-parallel attention, decoding, experts, recommendation and a tensor-parallel MLP in half batches, at public
     sizes: by NCCL (Gloo), by the same code on a Sidelane group, by Sidelane's operators, and without communication.
@@ -49,7 +49,7 @@ class EndToEndOptions(StudyOptions):
     cases: tuple[str, ...] = names(
         "--sizes", (), "Measure only these sizes of the workloads.", shown="all but tiny ones, on CPUs these"
     )
-    warmup: int = count("--warmup", 3, "Steps before the measured.")
+    warmup: int = count("--warmup", 3, "Steps before the measured ones.")
     rounds: int = count("--rounds", 12, "Rounds in which the ways take turns.")
     steps: int = count("--steps", 5, "Steps of a round, if they are short.")
     size_s: float = option("--seconds", 10.0, "For the rounds of a size; four are run in any case.", **SECONDS)

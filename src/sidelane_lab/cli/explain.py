@@ -42,8 +42,8 @@ class ExplainOptions(CommandOptions):
 
     examples = (
         ("sidelane explain all_gather 16M --machine h200x4", "what four H200s would do"),
-        ("sidelane explain all_reduce 256K --machine mi300x8", "predicted, next to the vendor's library"),
-        ("sidelane explain all_reduce 1.2G --beside compute", "next to a GEMM, on this machine"),
+        ("sidelane explain all_reduce 256K --machine mi300x8", "predicted, with the vendor's library"),
+        ("sidelane explain all_reduce 1.2G --beside compute", "beside a GEMM, on this machine"),
         ("sidelane explain all_gather 64K --machine h200x4 --json -", "as JSON"),
         (
             "sidelane explain all_gather 64M --machine h200x2 --ordinary",
@@ -64,9 +64,9 @@ class ExplainOptions(CommandOptions):
     in_place: bool = option("--in-place", False, "Input and output share memory.", is_flag=True)
     captured: bool = option("--graph", False, "The call is captured into a graph.", is_flag=True)
     ordinary: bool = option("--ordinary", False, "The tensors are not in symmetric memory.", is_flag=True)
-    beside: str = word("--beside", BESIDE, NOTHING, "What runs next to it.")
+    beside: str = word("--beside", BESIDE, NOTHING, "What runs beside it.")
     beside_us: float | None = option(
-        *("--beside-us", None, "Microseconds of a computation next to it, instead of --beside."),
+        *("--beside-us", None, "Microseconds of a computation beside it, instead of --beside."),
         type=click.FloatRange(min=0, min_open=True),
     )
     dtype: str = word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Type of the elements.")

@@ -17,7 +17,7 @@ REDUCE_DTYPES = ("bfloat16", "float32")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FsdpOptions(StudyOptions):
-    """Measure a training step with FSDP2, by who makes its collectives.
+    """Measure a training step with FSDP2, with each implementation of its collectives.
 
     Loss and gradients are compared with those of NCCL (on CPUs Gloo) before any time is shown.
     """
@@ -39,7 +39,7 @@ class FsdpOptions(StudyOptions):
     implementations: tuple[str, ...] = names(
         "--implementations",
         (),
-        "Measure only these, next to nccl (gloo): nccl_ce (NCCL gathers on copy engines), sidelane_ag (Sidelane "
+        "Measure only these, besides nccl (gloo): nccl_ce (NCCL gathers on copy engines), sidelane_ag (Sidelane "
         "gathers, NCCL reduces), sidelane, sidelane_copies (parameters copied out of buffers), compute_only (no byte "
         "moves), compute_only_straight (nor is copied).",
         shown="all that this machine has",
@@ -55,7 +55,7 @@ class FsdpOptions(StudyOptions):
         group=HOW,
         is_flag=True,
     )
-    warmup: int = count("--warmup", 1, "Rounds before the measured, behind two compared steps.", 0)
+    warmup: int = count("--warmup", 1, "Rounds before the measured ones, after two compared steps.", 0)
     repeats: int = count("--repeats", 7, "Rounds that are measured.")
 
     def __post_init__(self) -> None:

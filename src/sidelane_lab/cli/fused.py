@@ -33,7 +33,7 @@ SINGLE = "single"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedOptions(StudyOptions):
-    """Measure fused operators next to the same computation and a collective, one after the other.
+    """Compare fused operators with the same computation followed by a collective.
 
     With --machine: predict them for a machine that need not be here. Several nodes: of one GPU each (mi210x1x2).
     """

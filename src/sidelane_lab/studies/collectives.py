@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 class CollectiveOptions(StudyOptions):
     """Time every implementation of a collective at every size, and check what it makes.
 
-    With --tensors: calls with lists, next to separate calls one behind the other (variants that end with "separate").
+    With --tensors: calls with lists, and separate calls one after the other (variants that end with "separate").
     A size is then that of all tensors together.
 
     With --machine: predict the DMA collectives paper's study (all_gather and all_to_all, 1K to 4G) for a machine that

@@ -226,7 +226,7 @@ def main(report: Path, ranks: int | None = None, json: Path | None = None) -> No
         data = measured()
         pictures = draw(data, report)
         percents = overlap_percents(data)
-    console.print("[bold]4. On GPUs.[/] What communication costs next to a GEMM that needs all compute units:")
+    console.print("[bold]4. On GPUs.[/] What communication costs beside a GEMM that needs all compute units:")
     choices = choices_of()
     tables = [overlap_table(data, *percents), choice_table(choices)]
     console.print(tables[0].to_rich())

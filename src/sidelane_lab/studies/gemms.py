@@ -58,7 +58,7 @@ class GemmOptions(StudyOptions):
     )
 
     models: tuple[str, ...] = names("--models", (), "Models whose GEMMs are timed.", shown="all")
-    warmup: int = count("--warmup", 2, "Samples before the measured.", 0)
+    warmup: int = count("--warmup", 2, "Samples before the measured ones.", 0)
     repeats: int = count("--repeats", 9, "Measured samples.")
 
 

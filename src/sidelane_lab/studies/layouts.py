@@ -67,19 +67,19 @@ def read_shapes(context: click.Context, parameter: click.Parameter, value: tuple
 class LayoutOptions(StudyOptions):
     """Time the all-to-all of sequence parallelism, from positions to heads and back.
 
-    Sidelane's all-to-all with a layout, on symmetric and on ordinary tensors, next to permute + NCCL (on CPUs Gloo) +
-    permute, and to contiguous all-to-alls of as many bytes: alone, eager and in graphs, and next to a GEMM.
+    Sidelane's all-to-all with a layout, on symmetric and ordinary tensors, compared with permute + NCCL (on CPUs Gloo)
+    + permute, and with contiguous all-to-alls of as many bytes: alone, eager and in graphs, and beside a GEMM.
     """
 
     study = "layouts"
     examples = (
         ("sidelane layouts --json layouts.json", "all of it, as JSON too"),
         ("sidelane layouts --part alone --shape 1x32760x40x128", "one shape of q, k and v by itself"),
-        ("sidelane layouts --part beside --launch eager", "next to a GEMM only"),
+        ("sidelane layouts --part beside --launch eager", "beside a GEMM only"),
     )
 
     parts: tuple[str, ...] = words(
-        "--part", PARTS, PARTS, "Alone, or next to a GEMM. May be repeated.", some=True, show_default="both"
+        "--part", PARTS, PARTS, "Alone, or beside a GEMM. May be repeated.", some=True, show_default="both"
     )
     shapes: tuple[Shape, ...] = option(
         "--shape",
@@ -92,7 +92,7 @@ class LayoutOptions(StudyOptions):
     )
     tensors: int = count("--tensors", 3, "Tensors in an exchange, as q, k and v are.")
     launches: tuple[str, ...] = launches()
-    warmup: int = count("--warmup", 2, "Rounds before the measured.", 0)
+    warmup: int = count("--warmup", 2, "Rounds before the measured ones.", 0)
     repeats: int = count("--repeats", 9, "Measured rounds.")
 
 
@@ -114,7 +114,7 @@ GEMM = Gemm(8192, 8192, 8192)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayoutRow(FlatRow):
-    """An exchange of several tensors of one shape, alone or next to a GEMM.
+    """An exchange of several tensors of one shape, alone or beside a GEMM.
 
     Attributes:
         shape: batch, positions and heads of all ranks, and the size of a head.
@@ -128,9 +128,9 @@ class LayoutRow(FlatRow):
         memory: ``symmetric``, or ``ordinary``.
         variant: Sidelane's, or how the library is called: ``each`` tensor, ``grouped`` calls, or all ``together`` in
             one buffer.
-        time_us: time of an exchange with its permutes, or of both together next to a GEMM, median over the rounds of
+        time_us: time of an exchange with its permutes, or of both together beside a GEMM, median over the rounds of
             the slowest rank.
-        gbps: ``bytes`` over the time; null next to a GEMM.
+        gbps: ``bytes`` over the time; null beside a GEMM.
         correct: True if outputs agreed in this run; None when it could not run.
         note: reason why there is no time.
         gemm: GEMM that ran beside it; empty if it ran alone.
@@ -214,7 +214,7 @@ def _measure(rank: Rank, options: LayoutOptions, sender: Sender) -> Iterator[Lay
     for part, some, measure in ((ALONE, shapes, alone_rows), (BESIDE, beside, beside_rows)):
         for shape in some if part in options.parts else ():
             case = LayoutCase(shape, options.tensors, rank.rank, rank.world_size, rank.device)
-            sender.step(f"{options.tensors} tensors of {case.name}{', next to a GEMM' * (part == BESIDE)}")
+            sender.step(f"{options.tensors} tensors of {case.name}{', beside a GEMM' * (part == BESIDE)}")
             yield from measure(meter, comm, case, options, seeds)
     meter.finish("layouts")
     comm.close()
@@ -245,7 +245,7 @@ def alone_rows(
 def beside_rows(
     meter: Meter, comm: Communicator, case: LayoutCase, options: LayoutOptions, seeds: Iterator[int]
 ) -> Iterator[LayoutRow]:
-    """Measure every way that changes the layout alone and next to a GEMM, the exchange first. Collective."""
+    """Measure every way that changes the layout alone and beside a GEMM, the exchange first. Collective."""
     from sidelane_lab.pairs.beside import compare_beside
     from sidelane_lab.pairs.pair import pair_streams
 
@@ -333,7 +333,7 @@ BESIDE_COLUMNS: Mapping[str, Cell] = {
 
 
 def layout_tables(rows: Sequence[LayoutRow]) -> list[Table]:
-    """Make a table for each shape and launch, and one for each shape next to a GEMM."""
+    """Make a table for each shape and launch, and one for each shape beside a GEMM."""
     tables = []
     by = grouped(rows, lambda row: (row.shape, row.tensors, row.launch, row.gemm), ordered=False)
     for (_, _, launch, gemm), alike in by:
@@ -355,7 +355,7 @@ STUDY = Study(
         "that lie side by side. The library permutes before and behind: each tensor by itself, calls in one group, or "
         "all tensors together in one buffer. Medians over rounds of the slowest rank. 'library over it': the library's "
         "fastest way over the time of the line; 'over contiguous': the time over that of the same implementation and "
-        "memory without another layout. Next to a GEMM the exchange is released first; % of ideal is that of the C3 "
+        "memory without another layout. Beside a GEMM the exchange is released first; % of ideal is that of the C3 "
         "study, with the fastest exchange of the table."
     ),
     row=LayoutRow,

@@ -1,6 +1,6 @@
 """The cost of collectives where the caller's tensors are ordinary memory, next to symmetric memory and to NCCL.
 
-Two parts: collectives alone, and next to a GEMM (``beside``). The ways that are compared are in ``memory_ways``; all of
+Two parts: collectives alone, and beside a GEMM (``beside``). The ways that are compared are in ``memory_ways``; all of
 a case take turns round by round in one process, the slowest rank counts, and outputs are compared before and behind.
 """
 
@@ -50,28 +50,28 @@ class OrdinaryOptions(StudyOptions):
     """Measure what collectives cost where the caller's tensors are ordinary memory.
 
     Sidelane's auto on tensors in symmetric memory and on ordinary ones, which are staged, and NCCL (on CPUs Gloo):
-    alone, and next to a GEMM.
+    alone, and beside a GEMM.
     """
 
     study = "ordinary"
     examples = (
         ("sidelane ordinary --json ordinary.json", "all of it, as JSON too"),
         ("sidelane ordinary --part alone --collective all_gather --max-bytes 64M", "one collective by itself"),
-        ("sidelane ordinary --part beside --pair 8192x8192x8192_330M", "next to one GEMM"),
+        ("sidelane ordinary --part beside --pair 8192x8192x8192_330M", "beside one GEMM"),
     )
 
     parts: tuple[str, ...] = words(
         "--part",
         PARTS,
         PARTS,
-        "Collectives alone, or next to a GEMM (beside). May be repeated.",
+        "Collectives alone, or beside a GEMM (beside). May be repeated.",
         some=True,
         show_default="all",
     )
     collectives: tuple[Kind, ...] = kinds(
         COLLECTIVES,
         tuple(map(str, COLLECTIVES)),
-        "May be repeated. Next to a GEMM run all_gather and all_to_all.",
+        "May be repeated. Beside a GEMM run all_gather and all_to_all.",
         show_default="all",
     )
     sizes: tuple[int, ...] = size_span(gpus=("16M", "1G"), cpus=("64K", "4M"))
@@ -84,7 +84,7 @@ class OrdinaryOptions(StudyOptions):
         show_default="8192x8192x8192 with 97M, 330M and 1.2G; on CPUs with 97M",
         callback=read_pairs,
     )
-    warmup: int = count("--warmup", 2, "Rounds before the measured.", 0)
+    warmup: int = count("--warmup", 2, "Rounds before the measured ones.", 0)
     repeats: int = count("--repeats", 9, "Measured rounds.")
 
     def __post_init__(self) -> None:
@@ -102,13 +102,13 @@ REACHES = ("symmetric", "learned", "mapped", "staged", "")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OrdinaryRow(CollectiveRow):
-    """A collective on tensors in some kind of memory: alone, or next to a GEMM, which the row names then.
+    """A collective on tensors in some kind of memory: alone, or beside a GEMM, which the row names then.
 
     Attributes:
         implementation: ``auto`` is Sidelane's; ``nccl`` and ``gloo`` have ordinary tensors.
         variant: variant that ``auto`` chose; in rows with ``host_us``, how tensors changed from call to call.
-        time_us: time of a call, or of both together next to a GEMM, median over the rounds of the slowest rank.
-        bus_gbps: bus bandwidth; null next to a GEMM.
+        time_us: time of a call, or of both together beside a GEMM, median over the rounds of the slowest rank.
+        bus_gbps: bus bandwidth; null beside a GEMM.
         note: reason of the last choice (``Communicator.last_choice``), or why there is no time.
         reach: way in which peers reach the tensors: ``symmetric`` or ``staged``; empty for a library.
         gemm: GEMM that ran beside it; empty if it ran alone.
@@ -142,11 +142,11 @@ class OrdinaryRow(CollectiveRow):
     def __post_init__(self) -> None:
         CollectiveRow.__post_init__(self)
         if self.gemm and self.time_us is not None and self.speedup is None:
-            raise ValueError("OrdinaryRow: next to a GEMM, time_us goes with a speedup (value=None)")
+            raise ValueError("OrdinaryRow: beside a GEMM, time_us goes with a speedup (value=None)")
 
 
 MOVING = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
-"""Collectives that run next to a GEMM: copy engines move bytes, and add none."""
+"""Collectives that run beside a GEMM: copy engines move bytes, and add none."""
 
 GEMM_DTYPE = "bfloat16"
 PAIRS = {"cpu": ("8192x8192x8192_97M",), "cuda": tuple(f"8192x8192x8192_{size}" for size in ("97M", "330M", "1.2G"))}
@@ -219,7 +219,7 @@ def beside_rows(
     case: Case,
     seeds: Iterator[int],
 ) -> Iterator[OrdinaryRow]:
-    """Measure every way alone and next to a GEMM, as the strategy ``conccl`` has it. Collective."""
+    """Measure every way alone and beside a GEMM, as the strategy ``conccl`` has it. Collective."""
     from sidelane_lab.pairs.beside import compare_beside
     from sidelane_lab.pairs.pair import pair_streams
     from sidelane_lab.studies.memory_ways import OrdinaryCall
@@ -313,7 +313,7 @@ PAIR_COLUMNS: Mapping[str, Cell] = {
 
 
 def ordinary_tables(rows: Sequence[OrdinaryRow]) -> list[Table]:
-    """Alone: one table a way to call. Next to a GEMM: one a pair. The best is set off."""
+    """Alone: one table a way to call. Beside a GEMM: one a pair. The best is set off."""
     alone, pairs = ([row for row in rows if bool(row.gemm) is paired] for paired in (False, True))
     tables = [
         table_of(way, alike, ALONE_COLUMNS, by=lambda row: row.bytes, keys=3, noted=_is_noted)
@@ -337,7 +337,7 @@ STUDY = Study(
     legend=(
         "Sidelane's auto on tensors that peers reach in different ways, and NCCL (Gloo on CPUs) on ordinary ones. "
         "Medians over rounds of the slowest rank; the fastest is bold. 'library over it': the library's time over "
-        "that of the line. Next to a GEMM the collective is released first, on its own stream; % of ideal is the "
+        "that of the line. Beside a GEMM the collective is released first, on its own stream; % of ideal is the "
         "strict one of the C3 study, with the fastest collective of the table."
     ),
     row=OrdinaryRow,

@@ -67,9 +67,9 @@ FLOOR = "kernel alone"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrelaunchOptions(StudyOptions):
-    """Time prelaunched collectives from their trigger to their end, next to ordinary calls.
+    """Time prelaunched collectives from their trigger to their end, and ordinary calls.
 
-    A call is armed outside of the time, and fired by the stream, by the host or by a running kernel. Next to it are the
+    A call is armed outside of the time, and fired by the stream, by the host or by a running kernel. Beside it are the
     same variant as an eager call and in a graph, and the library's in a graph.
     """
 

@@ -74,7 +74,7 @@ class GroupOptions(StudyOptions):
     study = "process_group"
     examples = (
         ("sidelane pg --json process-group.json", "four operations, four sizes, and what the first use costs"),
-        ("sidelane pg --device cpu --ranks 2", "the same between CPU processes, next to Gloo"),
+        ("sidelane pg --device cpu --ranks 2", "the same between CPU processes, and Gloo"),
         ("sidelane pg --no-first --launches async,future,functional,list,coalesced", "the host time of torch's forms"),
     )
 
@@ -94,7 +94,7 @@ class GroupOptions(StudyOptions):
         "--launches", (EAGER, ASYNC, GRAPH), "Measure calls that are made in these ways.", allowed=LAUNCHES
     )
     first: bool = option("--first/--no-first", True, "What the first use costs, of FSDP2 too.")
-    warmup: int = count("--warmup", 2, "Rounds before the measured.", 0)
+    warmup: int = count("--warmup", 2, "Rounds before the measured ones.", 0)
     repeats: int = count("--repeats", 9, "Measured rounds.")
 
 

@@ -46,7 +46,7 @@ PHASED = tuple(KIND_OF)
 class PhasesOptions(StudyOptions):
     """Show where a transfer and a collective spend their time: control, schedule, copy, sync.
 
-    Measured by time stamps around the copies and by the host's clock, one call at a time, next to what the simulator
+    Measured by time stamps around the copies and by the host's clock, one call at a time, beside what the simulator
     predicts for the same programs. With --machine: predicted only, for a machine that need not be here.
     """
 

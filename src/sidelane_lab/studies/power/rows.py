@@ -42,17 +42,17 @@ SETTLE_S = 0.15
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerOptions(StudyOptions):
-    """Measure power and energy of collectives, by the GPUs' counters.
+    """Measure power and energy of collectives, with the GPUs' counters.
 
     With --machine: predict them for a machine that need not be here: as the DMA collectives paper ran its variants, and
-    reductions as Sidelane runs them on copy engines; with --gemm next to a GEMM, as `sidelane c3` has it.
+    reductions as Sidelane runs them on copy engines; with --gemm beside a GEMM, as `sidelane c3` has it.
     """
 
     study = "power"
     examples = (
         ("sidelane power --min-bytes 1G", "watts and energy at one size"),
         ("sidelane power --collective all_reduce --machine mi300x8", "predicted, for eight MI300X"),
-        ("sidelane power --gemm cb1 --machine h200x4", "predicted, next to a GEMM under each strategy"),
+        ("sidelane power --gemm cb1 --machine h200x4", "predicted, beside a GEMM under each strategy"),
     )
 
     collectives: tuple[Kind, ...] = kinds((Kind.ALL_GATHER, Kind.ALL_TO_ALL), KINDS)
