@@ -254,12 +254,14 @@ def test_bytes_are_counted_with_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_counted_bytes_decide_the_bound() -> None:
-    counted = row(what="counters", means="", moved_bytes=7e9, hit_percent=81.0)
+    counted = row(what="counters", means="", moved_bytes=7e9, hit_percent=81.0, gbps=2400.0)
     known = isolated_of((*ROWS, counted))
     gemm = known.gemms[0].gemm
     assert known.bound(gemm) == (
-        Bound.MEMORY, "157 operations a byte by counters, 81% in the cache, the machine 196",
+        Bound.MEMORY, "157 operations a byte by counters, 81% in the cache, 60% of the bandwidth; the machine 196",
     )  # fmt: skip
+    idle = isolated_of((*ROWS, dataclasses.replace(counted, gbps=1900.0)))
+    assert idle.bound(gemm)[0] is Bound.COMPUTE, "its bytes do not fill half of the bandwidth"
     assert isolated_of(ROWS).bound(gemm)[1] == "fewer units cost it 0.99 of their share"
     assert (known.bytes_of(gemm), isolated_of(ROWS).bytes_of(gemm)) == (7e9, gemm.nbytes)
     options = IsolatedOptions(**OPTIONS, gemms=("8x8x8", "bag"), counters=True)
@@ -267,5 +269,5 @@ def test_counted_bytes_decide_the_bound() -> None:
         "counters 8x8x8",
         "counters bag",
     ]
-    file = ResultFile(Path(), "isolated", "h200x2", "", 1, (dataclasses.replace(counted, gbps=2400.0).to_dict(),))
+    file = ResultFile(Path(), "isolated", "h200x2", "", 1, (counted.to_dict(),))
     assert [(one.x, list(one.curves["counted"].values)) for one in counted_bandwidth(file)] == [(["cb1"], [50.0])]

@@ -26,7 +26,7 @@ SPLIT = "split"
 
 SENSITIVE = 0.5
 """Share of the proportional loss below which a GEMM is memory-bound: the one definition, of measured times and of
-predicted ones."""
+predicted ones. With counted bytes it is the share of the bandwidth from which one can be."""
 
 GEMM, COLLECTIVE, MEMORY, BESIDE, PAIR = "gemm", "collective", "memory", "beside", "pair"
 COUNTERS = "counters"
@@ -129,7 +129,8 @@ class Isolated:
         gemms: curves of GEMMs; several of one shape by several means.
         collectives: curves of collectives.
         pairs: times of both at once.
-        counted: bytes that GEMMs move to and from memory, and percent of hits in the last-level cache, by counters.
+        counted: bytes that GEMMs move to and from memory, and percent of hits in the last-level cache, and
+            GB/s, by counters.
         predicted: function that returns the limit of a GEMM without measured losses, where the machine is described.
     """
 
@@ -138,7 +139,7 @@ class Isolated:
     gemms: tuple[GemmTimes, ...]
     collectives: tuple[CollectiveTimes, ...]
     pairs: tuple[PairTimes, ...] = ()
-    counted: Mapping[Shape, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    counted: Mapping[Shape, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     predicted: Callable[[Gemm], Bound] | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -153,9 +154,11 @@ class Isolated:
         Where none is known, the least possible bytes stand in, which call some memory-bound GEMMs compute-bound.
         """
         if shape_of(gemm) in self.counted:
-            moved, hits = self.counted[shape_of(gemm)]
+            moved, hits, gbps = self.counted[shape_of(gemm)]
             why = f"{gemm.flops / moved:.0f} operations a byte by counters, {hits:.0f}% in the cache"
-            return gemm.bound(self.flops_per_byte, moved), f"{why}, the machine {self.flops_per_byte:.0f}"
+            why += f", {100 * gbps / self.memory_gbps:.0f}% of the bandwidth; the machine {self.flops_per_byte:.0f}"
+            idle = gbps < SENSITIVE * self.memory_gbps  # limited by neither, as bags by their rows: units count
+            return Bound.COMPUTE if idle else gemm.bound(self.flops_per_byte, moved), why
         for curve in self.curves(gemm):
             if (limit := curve.bound()) is not None:
                 return limit, f"fewer units cost it {curve.sensitivity():.2f} of their share"
@@ -166,7 +169,7 @@ class Isolated:
 
     def bytes_of(self, gemm: Gemm) -> float:
         """Return the bytes of a GEMM: counted ones, else the least possible."""
-        return self.counted.get(shape_of(gemm), (gemm.nbytes, 0))[0]
+        return self.counted.get(shape_of(gemm), (gemm.nbytes,))[0]
 
     def comm_us(self, workload: Workload, among: Collection[str] | None = None) -> float:
         """Return the time of a collective alone: of the nearest measured size, in proportion to its bytes.
@@ -330,7 +333,7 @@ def isolated_of(rows: Sequence[CurvePoint]) -> Isolated:
     collectives = tuple(_collectives([row for row in timed if row.what == COLLECTIVE]))
     pairs = tuple(_pairs([row for row in timed if row.what == PAIR]))
     counted = {
-        shape_of(gemm_of(row)): (row.moved_bytes, row.hit_percent or 0.0)
+        shape_of(gemm_of(row)): (row.moved_bytes, row.hit_percent or 0.0, row.gbps or 0.0)
         for row in timed
         if row.what == COUNTERS and row.moved_bytes
     }

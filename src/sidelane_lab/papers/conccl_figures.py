@@ -27,7 +27,7 @@ from sidelane_lab.pairs.isolated import COUNTERS
 from sidelane_lab.pairs.workload import TABLE_I, Bound, C3Class, parse_gemm
 from sidelane_lab.papers.claims import matching, published
 from sidelane_lab.papers.conccl import LARGE, MB, MI300X, C3Context, gemm_gbps, pair_rows
-from sidelane_lab.papers.figures import MEASURED, NO_POINTS, PUBLISHED, PaperFigure
+from sidelane_lab.papers.figures import NO_POINTS, PUBLISHED, PaperFigure
 from sidelane_lab.papers.files import CLASSES, ResultFile
 from sidelane_lab.papers.measurements import (
     FIFTH,
@@ -343,7 +343,9 @@ FIGURES = (
         machine=MI300X,
         claims=("C3-BW-01", "C3-BW-02"),
         predict=_bandwidth_panels,
-        missing={PUBLISHED: NO_POINTS, MEASURED: "sidelane tune --study c3 --counters has not run on GPUs yet"},
+        study="isolated",
+        measure=counted_bandwidth,
+        missing={PUBLISHED: NO_POINTS},
     ),
     PaperFigure(
         number="000/7",
