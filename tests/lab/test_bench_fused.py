@@ -10,7 +10,6 @@ from marks import long, needs_triton
 
 from sidelane import cli
 from sidelane.choice.profile import parse
-from sidelane.execute.timeline import Interval
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.fused.rows import FusedRow
 
@@ -41,13 +40,3 @@ def test_times_are_kept_for_auto_and_calls_are_drawn(
     assert time.times == rounded
     names = {made.name for made in tmp_path.iterdir()}
     assert {f"{op}-{order}.{end}" for order in orders for end in ("trace.json", "png", "svg")} <= names
-    assert (f"{op}-skew.png" in names) == (len(orders) > 1)
-
-
-def test_skew_is_of_each_ranks_own_time() -> None:
-    from sidelane_lab.studies.fused.pictures import skew_percent, times_of_ranks
-
-    fast = [Interval("rank 0", "workgroup 1", "local", 2.0, 10.0), Interval("rank 0", "workgroup 0", "wait", 0.0, 4.0)]
-    late = [Interval("rank 10", "workgroup 0", "wait", 1000.0, 1008.0), Interval("rank 2", "w 0", "wait", 500.0, 515.0)]
-    assert times_of_ranks([*late, *fast]) == (10.0, 15.0, 8.0)
-    assert skew_percent([(10.0, 15.0, 8.0), (10.0, 10.0, 10.0), (10.0, 11.0, 10.0)]) == pytest.approx(10)

@@ -31,7 +31,7 @@ def test_predictions_are_held_against_a_file(tmp_path: Path) -> None:
     assert rows and all(abs(row["predicted_us"] / row["time_us"] - 1) < 0.15 for row in rows)
     assert {row["predicted_us"] for row in content["rows"] if row["strategy"] == "nccl_ce"} == {None}
     names = {path.stem for path in (tmp_path / "report").glob("*.png")}
-    assert names == {"c3-ideal", "c3-kernels", "c3-engines"}
+    assert names == {"c3-kernels", "c3-engines"}
     wrong = CliRunner().invoke(main, ["c3", "--machine", "h200x4", "--results", str(tmp_path / "c.json")])
     assert wrong.exit_code and "not a result file" in wrong.output
     assert CliRunner().invoke(main, [*given, "cb1_896M"]).exit_code, "the pairs are those of the file"

@@ -56,7 +56,7 @@ def test_c3_writes_a_report(tmp_path, capsys):
     assert content["predicted"] is True and content["machine"] == "mi300x8"
     assert len(content["rows"]) == 240
     assert content["numbers"]["dma.copy_us"][1] == "fitted"
-    for name in ("c3-ideal", "c3-kernels", "c3-engines", "c3-all_to_all-4", "timeline-c3_base"):
+    for name in ("c3-kernels", "c3-engines", "c3-all_to_all-4", "timeline-c3_base"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
         assert (tmp_path / f"{name}.svg").stat().st_size > 5000
     assert json.loads((tmp_path / "timeline-conccl.trace.json").read_text())["traceEvents"]
@@ -158,8 +158,6 @@ def test_claims_write_a_report(tmp_path, capsys):
     written = json.loads((tmp_path / "claims.json").read_text())
     assert len(written["rows"]) > 100 and written["command"] and written["commit"] and "gpu.units" in written["numbers"]
     assert "mi210x4 fused.half_share" in written["numbers"]
-    assert (tmp_path / "claims.png").stat().st_size > 20000
-    assert (tmp_path / "claims.svg").exists()
 
 
 @pytest.mark.long
@@ -167,7 +165,6 @@ def test_pipelines_print_and_write(tmp_path, capsys):
     overlap.main("a40x4", tmp_path)
     shown = capsys.readouterr().out
     assert "opt1  persistent     16        6" in shown and "mb1 (8192x57344x8192 bfloat16) with all_to_all" in shown
-    assert json.loads((tmp_path / "timeline-pipeline-priority.trace.json").read_text())["traceEvents"]
 
 
 def test_fused_operators_are_reported(tmp_path, capsys):

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import rich.console
 import rich.padding
 import rich.text
-from matplotlib.figure import Figure
 
 from sidelane.cli.output import write_json
-from sidelane_lab.harness.drawing import BLACK, BLUE, GREEN, ORANGE, PURPLE, RC, save_both
 from sidelane_lab.harness.table import Line, Table, without_empty_columns
 from sidelane_lab.harness.terminal import progress, progress_console, say_written, tables_console
 from sidelane_lab.machines.load import find, named
@@ -33,7 +29,6 @@ from sidelane_lab.papers.claims import (
     ClaimVerdict,
     Paper,
     judge,
-    numbers,
     problems,
     published,
     value_text,
@@ -47,18 +42,6 @@ PAPERS: tuple[Paper[Any], ...] = (conccl.PAPER, dma.PAPER, overlap.PAPER, fused.
 CLAIMS: Mapping[str, Claim[Any]] = {claim.claim_id: claim for paper in PAPERS for claim in paper.claims}
 """All claims, by id."""
 MI300X, VERSIONS = conccl.MI300X, conccl.PAPER.numbers
-SHADES = {
-    ClaimRole.INPUT: (ORANGE, "^"),
-    ClaimRole.FITTED: (GREEN, "s"),
-    ClaimRole.SEEN: (PURPLE, "D"),
-    ClaimRole.DEVELOPMENT: (BLUE, "v"),
-    ClaimRole.HELD_OUT: (BLUE, "o"),
-}
-"""Colour and form of the marks of each role."""
-LEFT, RIGHT = 0.2, 10
-"""Ends of the picture of claims; what goes beyond has an arrow there."""
-MOST = 150
-"""Numbers that have a line each in it; more of them share one by what they are about."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,8 +53,8 @@ class ClaimsOptions:
         json: file for a list of objects, or ``written.STDOUT``; None writes none.
         results: folder of measurements, with one folder for each machine; used where no paper is about the machine.
         version: of the ConCCL paper, where its two versions disagree: ``000`` or ``002``.
-        report: folder for ``claims.json``, which says what it was made with, and a picture of predicted against
-            published; with ranges about a paper's machine, for the sensitivity as well. None: nothing.
+        report: folder for ``claims.json``, which says what it was made with; with ranges about a paper's machine, for
+            the sensitivity and a picture of steps beside communication as well. None: nothing.
         ranges: predict over the plausible values of the machine's numbers as well (some twenty times the work).
     """
 
@@ -135,7 +118,6 @@ def main(options: ClaimsOptions) -> int:
     rows = [verdict.to_dict() for verdict in verdicts]
     files = [] if options.json is None else [write_json(options.json, rows)]
     if options.report is not None:
-        draw_claims(verdicts, f"Claims about {machine.title}", options.report)
         files += write_numbers(options.report / "claims.json", "claims", machine, rows, others)
         if survivals:
             slowdown.draw(options.report)
@@ -374,52 +356,6 @@ def sensitivity_table(found: Sequence[Survival], met: int) -> Table:
     return Table(title, columns, tuple(lines), (note,))
 
 
-def draw_claims(verdicts: Sequence[ClaimVerdict], title: str, folder: Path) -> Path:
-    """Draw predicted over published, on a logarithmic scale; 1 is right. Inputs are left out, which are always right,
-    what is no number but a limit, and what cannot be compared.
-
-    Returns:
-        The PNG; an SVG lies next to it.
-    """
-    marks = [
-        mark
-        for verdict in verdicts
-        if verdict.role is not ClaimRole.INPUT and verdict.error is not None and not verdict.incomparable
-        for mark in _ratios(verdict)
-    ]
-    shared = len(marks) > MOST
-    names = [_group(name) if shared else name for name, *_ in marks]
-    places = {name: place for place, name in enumerate(dict.fromkeys(names))} if shared else {}
-    lines = list(places) or names
-    with mpl.rc_context(RC):
-        figure = Figure(figsize=(9, 1.4 + 0.17 * len(lines)), layout="constrained")
-        axes = figure.subplots()
-        for number, (_, role, ratio, low, high) in enumerate(marks):
-            colour, form = SHADES[role]
-            place = places.get(names[number], number)
-            axes.plot([low, high], [place, place], color=colour, linewidth=1.2)
-            for end, beyond, mark in ((LEFT, low < LEFT, "<"), (RIGHT, high > RIGHT, ">")):
-                if beyond:  # goes on outside of the picture
-                    axes.plot(end, place, color=colour, marker=mark, markersize=6, clip_on=False)
-            axes.plot(ratio, place, color=colour, marker=form, markersize=4, linestyle="none")
-        for role, (colour, form) in SHADES.items():
-            if role is not ClaimRole.INPUT:
-                axes.plot([], [], color=colour, marker=form, linestyle="none", label=str(role))
-        axes.axvline(1, color=BLACK, linewidth=0.8)
-        axes.axvspan(0.75, 1.25, color="#eeeeee", zorder=0)
-        axes.set_xscale("log", base=2)
-        ticks = (0.25, 0.5, 0.75, 1, 1.25, 2, 4)
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.set_xlim(LEFT, RIGHT)
-        axes.set_yticks(range(len(lines)), lines, fontsize=6)
-        axes.set_ylim(len(lines), -1)
-        axes.set_ylabel("what was measured, at all sizes" if shared else "claim, and which number of it")
-        axes.set_xlabel("predicted / published or measured (grey: within 25%)")
-        axes.set_title(title)
-        axes.legend(fontsize=7)
-        return save_both(figure, "claims", folder, dpi=130)
-
-
 def _moving(found: Sequence[Survival]) -> tuple[dict[str, tuple[Survival, Survival]], int]:
     """Pick both ends of each number that changes a verdict, most lost claims first; count those that change none."""
     ends: dict[str, list[Survival]] = {}
@@ -428,22 +364,3 @@ def _moving(found: Sequence[Survival]) -> tuple[dict[str, tuple[Survival, Surviv
     order = sorted(ends, key=lambda path: min(one.met for one in ends[path]))
     moving = [path for path in order if any(one.lost or one.won for one in ends[path])]
     return {path: (ends[path][0], ends[path][1]) for path in moving}, len(ends) - len(moving)
-
-
-def _group(name: str) -> str:
-    """Return what a row of measurements is about, without its sizes and places."""
-    parts = [
-        part for part in name.split("/") if not part[:1].isdigit() and "of place" not in part and part != "in place"
-    ]
-    return " ".join(part for part in parts if not re.search(r"\d[KMG]?$", part))
-
-
-def _ratios(verdict: ClaimVerdict) -> Iterator[tuple[str, ClaimRole, float, float, float]]:
-    """Yield name, role, ratio and its range for each number of a claim that has a ratio."""
-    predicted, low, high = (numbers(value) for value in (verdict.predicted, verdict.low, verdict.high))
-    for key, value in numbers(verdict.claimed).items():
-        found = predicted.get(key, 0)
-        if value > 0 and found > 0:
-            name = f"{verdict.claim_id.partition('/')[2] or verdict.claim_id} {key.strip('/')}".strip()
-            least = max(low.get(key, found), 1e-3 * value)
-            yield name, verdict.role, found / value, least / value, high.get(key, found) / value

@@ -17,9 +17,8 @@ from typing import Any
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import OccupancyOptions
 from sidelane_lab.machines.load import named
-from sidelane_lab.machines.numbers import draw_rows, predict_study
+from sidelane_lab.machines.numbers import predict_study
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.panels import draw_timeline
 from sidelane_lab.model.pipeline import OPT1, Pipeline, run_pipeline
 from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.papers.claims import (
@@ -34,8 +33,7 @@ from sidelane_lab.papers.claims import (
 )
 from sidelane_lab.papers.measurements import PipelineReadings
 from sidelane_lab.papers.rows import model_rows
-from sidelane_lab.sim import Interval, write_chrome_trace
-from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
+from sidelane_lab.sim import Interval
 
 PLATFORMS = {"A40": "a40x4", "A100": "a100x4", "H100": "h100x4", "MI250X": "mi250x8"}
 NVIDIA = ("A40", "A100", "H100")
@@ -231,20 +229,10 @@ def main(machine_name: str, report: Path | None = None, json: Path | None = None
 
     Args:
         machine_name: in the catalogue, or a file.
-        report: folder for pictures, with a timeline without priority and one with it.
+        report: folder for the numbers; `sidelane figure 004/2` and others draw them.
         json: file for the numbers of this machine, or ``written.STDOUT``.
 
     Raises:
         ValueError: no such machine, or one of several nodes.
     """
-    predict_study(machine_name, dataclasses.replace(ASKED, report=report, json=json), draw=_draw)
-
-
-def _draw(machine: Machine, rows: Sequence[OccupancyRow], folder: Path) -> None:
-    draw_rows(ASKED.study, machine, rows, folder)
-    blocks = BLOCKS[2]
-    for priority in (False, True):
-        name = "timeline-pipeline" + ("-priority" if priority else "")
-        timeline = timeline_of(machine, "cb-ar", blocks, priority=priority)
-        write_chrome_trace(folder / f"{name}.trace.json", timeline)
-        draw_timeline(timeline, f"cb-ar on {machine.title}, {blocks} blocks", folder, name)
+    predict_study(machine_name, dataclasses.replace(ASKED, report=report, json=json))

@@ -17,9 +17,8 @@ from sidelane.c3.strategies import named as strategy_named
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.cli.output import write_json
 from sidelane.program.collective import REDUCING, Kind
-from sidelane.sizes import format_bytes
 from sidelane_lab.cli.c3 import C3Options
-from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, GREY, RC, plain_name, save_titled
+from sidelane_lab.harness.drawing import BLACK, COLOURS, GREY, RC, plain_name, save_titled
 from sidelane_lab.harness.study import Picture, Results, read
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of
 from sidelane_lab.harness.terminal import say_written, tables_console
@@ -271,7 +270,7 @@ def draw_groups(rows: Sequence[C3Row], predicted: Predicted, results: Results, d
     kernels = [name for name, one in by_name.items() if one.concurrent and one.mover is Mover.LIBRARY]
     engines = [name for name, one in by_name.items() if not one.mover.takes_units]
     auto = ["auto"] if any(row.chosen for row in timed) else []
-    pictures = [_ideal([alike for _, alike in pairs], results, directory)]
+    pictures: list[Picture] = []
     figures = (
         ("c3-kernels", kernels, "with kernels"),
         ("c3-engines", [*kernels[:1], *engines, *auto], "on copy engines"),
@@ -280,20 +279,6 @@ def draw_groups(rows: Sequence[C3Row], predicted: Predicted, results: Results, d
         if strategies:
             pictures.append(_mean_speedups(timed, strategies, what, predicted, results, directory, name))
     return pictures
-
-
-def _ideal(pairs: Sequence[Sequence[C3Row]], results: Results, directory: Path) -> Picture:
-    """The speedup of every pair if the shorter of the two were hidden entirely."""
-    figure = Figure(figsize=(2 + 0.35 * len(pairs), 3.6), layout="constrained")
-    axes = figure.subplots()
-    ideals = [alike[0].ideal or 1.0 for alike in pairs]
-    axes.bar(range(len(pairs)), [ideal - 1 for ideal in ideals], bottom=1.0, color=BLUE)
-    names = [f"{a[0].gemm}_{format_bytes(a[0].bytes)} {a[0].collective}" for a in pairs]
-    axes.set_xticks(range(len(pairs)), names, rotation=45, ha="right", fontsize=7)
-    axes.set_ylabel("ideal speedup")
-    axes.set_ylim(bottom=1.0)
-    title = f"Ideal speedup: {results.where}"
-    return save_titled(figure, "c3-ideal", title, "Ideal speedup of every pair over serial execution.", directory)
 
 
 def _mean_speedups(

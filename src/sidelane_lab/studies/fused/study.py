@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.choice import Profile
-from sidelane.choice.fused import FUSED, ORDERS, FusedTime
+from sidelane.choice.fused import FUSED, FusedTime
 from sidelane.choice.key import key_here
 from sidelane.choice.store import FUSED_FILE, read_profile, user_file
 from sidelane.config import current, profile_folder
@@ -59,9 +59,6 @@ if TYPE_CHECKING:
 
 CALLS, REPLAYS = 8, 1000
 """Calls in a sample, and replays of a graph of one call."""
-
-SKEW_CALLS = 3
-"""Calls whose ranks' times are compared."""
 
 BEST, AUTO = "unfused_best", "auto"
 COMPUTE, COLLECTIVE = ALONE
@@ -261,23 +258,18 @@ def _why(comm: Communicator, case: OperatorCase, key: Key) -> str:
 
 
 def write_timelines(comm: Communicator, case: OperatorCase, folder: Path) -> None:
-    """Write a trace and a picture of a call of each schedule, and how far ranks are apart; the first call compiles."""
+    """Write a trace and a picture of a call of each schedule; the first call compiles."""
     from sidelane.ops import Timeline
-    from sidelane_lab.studies.fused.pictures import Times, draw_skew, draw_timeline, times_of_ranks
+    from sidelane_lab.studies.fused.pictures import draw_timeline
 
-    calls: dict[str, list[Times]] = {}
     for schedule, run in case.fused.items():
-        for number in range(1 + (SKEW_CALLS if schedule in ORDERS else 1)):
+        for _ in range(2):
             with Timeline(comm) as timeline:
                 run()
-            if number and timeline.intervals and schedule in ORDERS:
-                calls.setdefault(schedule, []).append(times_of_ranks(timeline.intervals))
         if comm.rank == 0 and timeline.intervals:  # copy engines have no workgroups
             name = file_name(f"{case.op} {schedule}")
             timeline.write(folder / f"{name}.trace.json")
             draw_timeline(timeline.intervals, f"{case.op}, {case.shape}, {schedule}", folder, name)
-    if comm.rank == 0 and calls and comm.world_size > 1:
-        draw_skew(calls, f"{case.op}, {case.shape}", folder, file_name(f"{case.op} skew"))
 
 
 def keep(measured: Profile) -> Path:

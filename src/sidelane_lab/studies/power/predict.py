@@ -9,22 +9,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
 from sidelane.program.collective import REDUCING, Kind
-from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import MODEL
 from sidelane_lab.harness.table import Line, Table, number
 from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.numbers import predict_study, write_report
-from sidelane_lab.machines.ranges import bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import IN_PLACE, PREDICTED_VARIANTS
-from sidelane_lab.model.panels import BANDS
 from sidelane_lab.model.power import (
     PairDraw,
     PowerDraw,
@@ -36,7 +30,7 @@ from sidelane_lab.model.power import (
     powered,
 )
 from sidelane_lab.pairs.workload import Workload, parse_gemm
-from sidelane_lab.studies.power.rows import LIBRARY, Ends, PowerOptions, PowerRow, draw_power
+from sidelane_lab.studies.power.rows import LIBRARY, PowerOptions, PowerRow
 
 TAKEN_FOR = "taken for an all_gather: as many bytes over the same links, and no figures of its own"
 COLUMNS = (
@@ -62,7 +56,7 @@ def main(machine_name: str, options: PowerOptions) -> None:
         ValueError: no such machine, no power figures in its description, no such GEMM, or no model of a collective.
     """
     if not options.gemms:
-        predict_study(machine_name, options, draw=_draw)
+        predict_study(machine_name, options)
         return
     machine, console = find(machine_name), tables_console(options.json)
     gemms = [parse_gemm(text.replace(",", "x")) for text in options.gemms]
@@ -94,11 +88,6 @@ def _asked(options: PowerOptions) -> Iterator[tuple[Kind, int]]:
     return itertools.product(options.collectives, options.sizes_on("cuda"))
 
 
-def _draw(machine: Machine, rows: Sequence[PowerRow], folder: Path) -> None:
-    with mpl.rc_context(RC):
-        draw_power(rows, f"{machine.title}, predicted ({BANDS})", folder, plausible(machine, rows))
-
-
 def predicted(machine: Machine, kind: Kind, nbytes: int) -> list[PowerRow]:
     """The vendor library and every variant: the DMA collectives paper's as it ran them, reductions as communicators do.
 
@@ -127,22 +116,6 @@ def predict_row(machine: Machine, row: PowerRow) -> tuple[float, ...]:
         return ()
     draw = hybrid_power if kind in REDUCING else dma_power
     return (draw(machine, kind, row.bytes, row.variant).total_w,)
-
-
-def plausible(machine: Machine, rows: Sequence[PowerRow]) -> dict[PowerRow, Ends]:
-    """Least and most watts and energy of every row, over the plausible values of the watts by component."""
-    asked = list(dict.fromkeys((Kind(row.collective), row.bytes) for row in rows))
-
-    def curves(changed: Machine) -> dict[int, list[float]]:
-        found = [row for kind, nbytes in asked for row in predicted(changed, kind, nbytes)]
-        return {place: [row.watts or 0.0, row.energy_mj or 0.0] for place, row in enumerate(found)}
-
-    around = bands(machine, curves, ("power",))
-    found: dict[PowerRow, Ends] = {}
-    for place, row in enumerate(rows):
-        watts, energy = zip(around[place].low, around[place].high, strict=True)
-        found[row] = watts, energy
-    return found
 
 
 def _row(machine: Machine, kind: Kind, nbytes: int, implementation: str, variant: str, draw: PowerDraw) -> PowerRow:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from sidelane.program.collective import Kind
@@ -171,21 +170,8 @@ def power_title(row: PowerRow) -> str:
     return f"{row.collective}, {place_of(row.in_place)}" + (f", {row.launch}" if row.launch != MODEL else "")
 
 
-Ends = tuple[tuple[float, float], tuple[float, float]]
-"""Least and most plausible watts, and energy."""
-
-
-def draw_power(
-    rows: Sequence[PowerRow], where: str, directory: Path, around: Mapping[PowerRow, Ends] = MappingProxyType({})
-) -> list[Picture]:
-    """Watts over size and energy of each GiB over size, one line an implementation and variant.
-
-    Args:
-        rows: to draw.
-        where: what they are of, for titles.
-        directory: for the pictures.
-        around: of rows that are predicted, the plausible ends of watts and of energy in mJ.
-    """
+def draw_power(rows: Sequence[PowerRow], where: str, directory: Path) -> list[Picture]:
+    """Draw watts over size and energy of each GiB over size, one line an implementation and variant."""
     from matplotlib.figure import Figure
 
     from sidelane_lab.harness.drawing import COLOURS, GREY, STYLES, file_name, label_ends, plain_name, save, size_axis
@@ -206,11 +192,6 @@ def draw_power(
                 (watts, [row.watts or 0.0 for row in points]),
                 (energy, [(row.energy_mj or 0.0) * 2**30 / row.bytes for row in points]),
             ):
-                if all(row in around for row in points):
-                    scales = [1.0 if axes is watts else 2**30 / row.bytes for row in points]
-                    ends_of = [around[row][axes is energy] for row in points]
-                    low, high = ([scale * end[k] for scale, end in zip(scales, ends_of, strict=True)] for k in (0, 1))
-                    axes.fill_between(sizes, low, high, color=colour, alpha=0.12, linewidth=0)
                 axes.plot(sizes, values, **looks)
                 ends[axes].append(
                     (sizes[-1], values[-1], ", ".join(filter(None, [plain_name(implementation), variant])), colour)
