@@ -28,9 +28,11 @@ from sidelane.c3.nano_batches import Started, begin_collective, nano_batches
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.collectives import library_us
-from sidelane_lab.model.gemm import gemm_us
-from sidelane_lab.model.split import ours_us
+from sidelane_lab.model.device import Gang, Tiled, run_device
+from sidelane_lab.model.gangs import engine_gangs, library_gangs, named_gangs
+from sidelane_lab.model.gemm import gemm_kernel
+from sidelane_lab.model.layer import COPY_SHARE
+from sidelane_lab.model.training import BESIDE_COPIES
 from sidelane_lab.pairs.workload import Gemm
 from sidelane_lab.studies.clients.cases import MODELS, TINY, ClientModel
 from sidelane_lab.studies.e2e.workload import EndToEndWorkload, Prepared
@@ -143,30 +145,36 @@ def prepare(size: MlpSize, group: dist.ProcessGroup, comm: Communicator, device:
 
 
 def predicted_us(size: MlpSize, machine: Machine) -> Mapping[str, float]:
-    """See :class:`EndToEndWorkload`. Halves hide what is shorter but for its first or last half, and slow nothing:
-    what they cost are GEMMs of half the rows.
+    """See :class:`EndToEndWorkload`. GEMMs follow each other, a sum begins when its part has been copied, and the next
+    layer of the part waits for it.
     """
-    nbytes = size.tokens * size.model.hidden * torch.bfloat16.itemsize
+    beside = machine.with_value("interference.copies", max(BESIDE_COPIES, float(machine.interference.copies)))
+    alone_us = _step_us(size, machine, 1, None)
+    movers: dict[str, Callable[..., tuple[Gang, ...]]] = {"nccl": library_gangs, "copies": engine_gangs}
+    ways = {way + words: (of, parts) for way, of in movers.items() for words, parts in (("", 1), (", halves", HALVES))}
+    return {way: _step_us(size, beside, parts, of) - alone_us for way, (of, parts) in ways.items()}
 
-    def compute_us(tokens: int) -> float:
-        features = size.model.feed // machine.gpus
-        up, down = Gemm(tokens, features, size.model.hidden), Gemm(tokens, size.model.hidden, features)
-        return (2 if size.training else 1) * (gemm_us(machine, up) + gemm_us(machine, down))
 
-    def exposed_us(sum_us: Callable[[Machine, Kind, int], float], parts: int) -> float:
-        comm = (2 if size.training else 1) * sum_us(machine, Kind.ALL_REDUCE, nbytes // parts)
-        if parts == 1:
-            return size.layers * comm
-        half = compute_us(size.tokens // parts)
-        in_turns = parts * size.layers * max(half, comm) + min(half, comm)
-        return in_turns - size.layers * compute_us(size.tokens)
-
-    return {
-        "nccl": exposed_us(library_us, 1),
-        "nccl, halves": exposed_us(library_us, HALVES),
-        "copies": exposed_us(ours_us, 1),
-        "copies, halves": exposed_us(ours_us, HALVES),
-    }
+def _step_us(size: MlpSize, machine: Machine, parts: int, of: Callable[..., tuple[Gang, ...]] | None) -> float:
+    tokens, features = size.tokens // parts, size.model.feed // machine.gpus
+    gemms = Gemm(tokens, features, size.model.hidden), Gemm(tokens, size.model.hidden, features)
+    nbytes, blocks = tokens * size.model.hidden * torch.bfloat16.itemsize, 64 * int(machine.gpu.units)
+    gangs = () if of is None else of(machine, Kind.ALL_REDUCE, nbytes)
+    kernels: list[Tiled | Gang] = []
+    for turn in range(size.sums * parts):
+        ended = kernels[-1 - len(gangs)].name if kernels else ""  # of the other part
+        summed = f"sum {turn - parts}" if gangs and turn >= parts else ""
+        after = tuple(filter(None, (ended, summed)))
+        # A backward layer has gradients of inputs and of weights.
+        for number, gemm in enumerate(gemms * (2 if turn >= size.layers * parts else 1)):
+            kernels.append(dataclasses.replace(gemm_kernel(machine, gemm, name=f"gemm {turn} {number}"), after=after))
+            after = (kernels[-1].name,)
+        if gangs:
+            kernels.append(Tiled(f"copy {turn}", blocks, 0.0, 2 * nbytes / COPY_SHARE / blocks, after=after))
+            begun = (kernels[-1].name, *((f"sum {turn - 1}",) if turn else ()))
+            first = bool(machine.interference.kernels)  # the library's kernels run beside GEMMs there
+            kernels += [dataclasses.replace(one, priority=first) for one in named_gangs(gangs, f"sum {turn}", begun)]
+    return run_device(machine, kernels).time_us
 
 
 _LLAMA = MODELS["llama-3.1-8b"]
