@@ -360,11 +360,11 @@ def test_rows_without_a_product_compile() -> None:
     assert "wgmma" not in text and re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_rows_that_are_copied_on_compile(beside: bool) -> None:
+@pytest.mark.parametrize(("beside", "copies"), [(False, True), (True, True), (True, False)])
+def test_rows_that_are_copied_on_compile(beside: bool, copies: bool) -> None:
     tiles, twin = gemm.ROW_TILES, "*i16 " * beside
     constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "GROUP": tiles.group, "UNIT": token_rows.WIDE}
-    constants |= {} if beside else {"beside": None, "beside_into": None}
+    constants |= {"COPIES": copies, **({} if beside else {"beside": None, "beside_into": None})}
     kinds = f"*i64 *i64 *i32 *i16 {twin}*i32 *i32 *i16 {twin}i32 i32 i32 i32 i32 i32"
     limit = register_limit(64, tiles.warps, tiles.per_unit)
     text, registers, stack = compiled(token_rows.KERNEL, kinds, constants, tiles.warps, limit)

@@ -106,16 +106,16 @@ def layout_of(buffer: deep_ep.Buffer, drawn: Drawn, chosen: torch.Tensor, **opti
     return {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": is_in}
 
 
-@on_ranks(1, 2, long(3), interpreted=True, calls=4)
-@on_ranks(long(8), interpreted=True, timeout_s=300, calls=3)
-@on_ranks(gpu=fused, timeout_s=240, calls=40)
-def test_tokens_are_dispatched_and_combined(group: dist.ProcessGroup, calls: int) -> None:
+@on_ranks(1, 2, long(3), interpreted=True, calls=4, most=40)
+@on_ranks(long(8), interpreted=True, timeout_s=300, calls=3, most=40)
+@on_ranks(gpu=fused, timeout_s=240, calls=24, most=1500)
+def test_tokens_are_dispatched_and_combined(group: dist.ProcessGroup, calls: int, most: int) -> None:
     """Any numbers of tokens, with and without float8, again by a handle, and back: bytes of a reference."""
     with buffer_of(group) as buffer:
         n, rank, draws, device = buffer.group_size, buffer.rank, draws_of(buffer.comm), buffer.comm.device
         for number in range(calls):
             dtype = (torch.bfloat16, torch.float32, torch.float16)[number % 3]
-            drawn = Drawn(draws, n, (8, 130, 256)[number % 3], dtype, 9)
+            drawn = Drawn(draws, n, *((8, dtype, 9), (130, dtype, 70), (600, dtype, most))[number % 3])
             x, chosen, gates = drawn.on(rank, device)
             is_async, is_quantized = draws.sizes.random() < 0.5, draws.sizes.random() < 0.5
             parts = [float8_and_scales(part) for part in drawn.x]
@@ -126,7 +126,8 @@ def test_tokens_are_dispatched_and_combined(group: dist.ProcessGroup, calls: int
             found, experts, weights, numbers, handle, event = buffer.dispatch(
                 given, topk_idx=chosen, topk_weights=gates, expert_alignment=4, **layout, **options
             )
-            again, *nothing, other_event = buffer.dispatch(given, handle=handle, async_finish=is_async)
+            few = deep_ep.Config(num_sms=draws.sizes.choice((1, 2, 64)))
+            again, *nothing, other_event = buffer.dispatch(given, handle=handle, config=few, async_finish=is_async)
             assert nothing == [None] * 4 and handle is not None and experts is not None and weights is not None
             event.current_stream_wait()
             other_event.current_stream_wait()
@@ -150,9 +151,7 @@ def test_tokens_are_dispatched_and_combined(group: dist.ProcessGroup, calls: int
                 wanted = torch.where(torch.tensor(own, device="cpu") >= 0, drawn.gates[sender][token], 0.0)
                 assert torch.equal(row, wanted)
             results = torch.stack([drawn.x[s][t] for s, t in came]).to(device) if came else x[:0]
-            y, sums, event = buffer.combine(
-                results, handle, topk_weights=weights, async_finish=is_async, config=deep_ep.Config(num_sms=2)
-            )
+            y, sums, event = buffer.combine(results, handle, topk_weights=weights, async_finish=is_async, config=few)
             event.current_stream_wait()
             buffer.comm.synchronize()
             assert sums is not None and y.dtype == dtype

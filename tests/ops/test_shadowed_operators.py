@@ -380,16 +380,20 @@ def tokens(comm: Communicator) -> Iterator[Launched]:
     n, tiles = comm.world_size, TileSizes(16, 16, 16, 1, 1, group=2)
     counts = [[(7 * sender + 23 * peer + 20) % 50 for peer in range(n)] for sender in range(n)]
     got = [sum(row) for row in zip(*counts, strict=True)]
-    handle = TokenRows(comm, max(got), 32, 16, 4, tiles=tiles)
     rows = sum(counts[comm.rank])
     x, beside = (torch.ones(rows, columns, dtype=torch.int16) for columns in (32, 16))
-    leaving = torch.arange(rows, dtype=torch.int32)[:, None]
-    yield Launched(
-        lambda: handle.run(x, beside, leaving, torch.tensor(counts, dtype=torch.int32), got[comm.rank]),
-        handle.kernel,
-        placed(comm, "output", handle.output),
-        [token_rows.exchange_rows(counts, handle.programs, 16, (2, 1), 32, most_rows=max(got), group=2)],
-    )
+    places = torch.arange(rows, dtype=torch.int32)[:, None], torch.tensor(counts, dtype=torch.int32)
+    for units in (64, 4):
+        handle = TokenRows(comm, max(got), 32, 16, units, tiles=tiles)
+        shadow = token_rows.exchange_rows(
+            *(counts, handle.programs, 16, (2, 1), 32), most_rows=max(got), group=2, copies=units == 64
+        )
+        yield Launched(
+            functools.partial(handle.run, x, beside, *places, got[comm.rank], (0, 0)),
+            handle.kernel,
+            placed(comm, "output", handle.output),
+            [without_counters(shadow, handle.kernel.flags * n)],
+        )
 
 
 def without_counters(program: Program, flags: int) -> Program:

@@ -242,7 +242,14 @@ def test_mistakes_of_gemm_all_to_all_are_refused() -> None:
 @pytest.mark.parametrize("counts", COUNTS)
 def test_rows_that_are_copied_on_are_proved(counts: list[list[int]]) -> None:
     for number, (blocks, rows, across) in enumerate(itertools.product((1, 2, 3), (1, 2), ((1, 0), (2, 1)))):
-        verify_sequence([token_rows.exchange_rows(counts, blocks, rows, across, 8, most_rows=8, group=1 + number % 3)])
+        for copies in (False, True):
+            verify_sequence(
+                [
+                    token_rows.exchange_rows(
+                        *(counts, blocks, rows, across, 8), most_rows=8, group=1 + number % 3, copies=copies
+                    )
+                ]
+            )
 
 
 def test_mistakes_of_rows_that_are_copied_on_are_refused() -> None:
@@ -250,6 +257,9 @@ def test_mistakes_of_rows_that_are_copied_on_are_refused() -> None:
     refuse(right, "nobody says that his output is free", without_meeting(lambda flag: flag.index < n))
     refuse(right, "one rank is not waited for", without(Wait, lambda flag: flag.index == 1))
     refuse(right, "arrivals before stores", arrivals_before_stores)
+    after = (token_rows.exchange_rows(COUNTS[2], 2, 2, (1, 1), 8, most_rows=8, copies=False),)
+    refuse(after, "the launch does not wait for the others", without_meeting(lambda flag: n <= flag.index < 2 * n))
+    refuse(after, "arrivals before stores", arrivals_before_stores)
     for tile in range(6):  # of the five rows of rank 0 for rank 1, and those beside
         refuse(right, f"no wait {tile}", without(Wait, lambda flag, tile=tile: flag == Flag(1, n * (1 + tile))))
         refuse(right, f"no signal {tile}", without(Signal, lambda flag, tile=tile: flag == Flag(1, n * (1 + tile))))

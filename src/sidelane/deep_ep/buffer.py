@@ -1,6 +1,6 @@
-"""The buffer of DeepEP: dispatch and combine of experts' tokens, with the kernel of ``ops.experts``.
+"""The buffer of DeepEP: dispatch and combine of experts' tokens, with kernels of ``token_rows`` and ``experts``.
 
-Rows travel as those of ``ops.dispatch_tokens`` and ``ops.combine_tokens`` do, straight to their places: nothing passes
+Rows travel straight to their places, as those of ``ops.dispatch_tokens`` and ``ops.combine_tokens`` do: nothing passes
 through a buffer of fixed size. Rows arrive in the order of the ranks and of their tokens, always the same.
 
 Legend: N ranks; T tokens of a rank, which may differ between ranks; H elements of a token; k experts of a token; X

@@ -1,5 +1,5 @@
-"""Places of tokens: layouts that ranks exchange, slots of experts, and rows that travel by them with the kernel of
-``ops.experts``.
+"""Places of tokens: layouts that ranks exchange, slots of experts, and rows that travel by them with the kernels
+of ``ops.token_rows`` and ``ops.experts``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sidelane.ops.expert_slots import assign_slots, spread_float8, spread_rows
 from sidelane.ops.experts import exchange_rows, sum_rows
@@ -33,6 +34,7 @@ class DispatchHandle(NamedTuple):
         kept: row of each token that stays on its rank, among those that arrived, int32[T, 1]; -1 for none.
         most_rows: number of rows for which all ranks have room.
         received: R, number of tokens that arrive at this rank.
+        own: first of its own rows among them, and the row behind the last one.
     """
 
     counts: Tensor
@@ -43,6 +45,7 @@ class DispatchHandle(NamedTuple):
     kept: Tensor
     most_rows: int
     received: int
+    own: tuple[int, int]
 
 
 class LowLatencyHandle(NamedTuple):
@@ -111,6 +114,7 @@ def exchange_layout(comm: Communicator, layout: TokenLayout) -> tuple[DispatchHa
         kept=kept,
         most_rows=most,
         received=there[comm.rank],
+        own=(own, own + stays),
     )
     return handle, numbers
 
@@ -125,8 +129,8 @@ def send_tokens(
     moved = in_rows(rows).view(torch.int16)
     shape = handle.most_rows, moved.shape[1], 0 if words is None else words.shape[1], units
     sender = cached_object(comm, (TokenRows, *shape), lambda: TokenRows(comm, *shape))
-    found, came = sender.run(moved, words, handle.leaving, handle.counts, handle.received)
-    parts = [] if came is None else came.split([2 * part.shape[1] for part in beside], 1)
+    found, came = sender.run(moved, words, handle.leaving, handle.counts, handle.received, handle.own)
+    parts = came.split([2 * part.shape[1] for part in beside], 1) if came is not None else []
     return found.view(rows.dtype), [
         part.contiguous().view(given.dtype) for part, given in zip(parts, beside, strict=True)
     ]
@@ -150,11 +154,9 @@ def dispatch_to_slots(
     Every rank gets the experts of all tokens, and finds their slots on its own. No host waits.
     """
     n, (tokens, k) = comm.world_size, topk_idx.shape
-    if tokens == most_tokens:
-        chosen = topk_idx.int().contiguous()
-    else:
-        chosen = topk_idx.new_full((most_tokens, k), -1, dtype=torch.int32)
-        chosen[:tokens] = topk_idx
+    chosen = topk_idx.int().contiguous()
+    if tokens < most_tokens:
+        chosen = functional.pad(chosen, (0, 0, 0, most_tokens - tokens), value=-1)
     numbers, leaving, returned, results = assign_slots(comm, chosen, _of_all(comm, chosen), each)
 
     def read(came: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -171,8 +173,7 @@ def combine_slots(comm: Communicator, rows: Tensor, gates: Tensor, handle: LowLa
     Gates are exchanged first, since DeepEP's dispatch has none.
     """
     tokens, k = gates.shape
-    own = gates.new_zeros(handle.most_tokens, k, dtype=torch.float32)
-    own[:tokens] = gates
+    own = functional.pad(gates.float(), (0, 0, 0, handle.most_tokens - tokens))
     return exchange_rows(
         *(comm, rows, _counts(comm, handle.most_tokens), len(handle.results)),
         lambda came: sum_rows(came, handle.returned[:tokens], out=out),

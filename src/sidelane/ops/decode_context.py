@@ -242,15 +242,12 @@ def _unfused(
         came = partial.new_empty(n, tokens, own, size), lse.new_empty(n, tokens, own, 1)
         given = [partial.detach()[None], lse.detach().contiguous()[None, :, :, None]]
         comm.all_to_all(list(came), given, scatter_dim=2, gather_dim=0)
-        of_rows = came[1].nan_to_num(-torch.inf, -torch.inf, -torch.inf)
-        if base != math.e:
-            of_rows *= math.log(base)
+        found = came[1].nan_to_num(-torch.inf, -torch.inf, -torch.inf)
+        of_rows = found if base == math.e else found * math.log(base)
         weights = of_rows.softmax(0)  # NaN where no rank has anything
         merged = torch.where(weights > 0, came[0] * weights, 0).sum(0)
-        of_result = functools.reduce(torch.logaddexp, of_rows.unbind(0))[..., 0]
-        result = merged.to(partial.dtype)
-        if base != math.e:
-            of_result = of_result / math.log(base)
+        total = functools.reduce(torch.logaddexp, of_rows.unbind(0))[..., 0]
+        result, of_result = merged.to(partial.dtype), total if base == math.e else total / math.log(base)
         return result if out is None else out.copy_(result), of_result if out_lse is None else out_lse.copy_(of_result)
 
 

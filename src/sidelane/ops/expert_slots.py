@@ -81,8 +81,8 @@ def _spread(
     came: Tensor, results: Tensor, output: Tensor, columns: int, of_scales: Tensor | None, scales: Tensor | None
 ) -> None:
     (rows, k), groups = results.shape, 1 if scales is None else scales.shape[2]
-    strides = (0, 0, 0) if scales is None else scales.stride()
-    arguments = came, results, output, columns, came.stride(0), output.shape[1], of_scales, scales, groups, *strides
+    more = of_scales, scales, groups, *((0, 0, 0) if scales is None else scales.stride())
+    arguments = came, results, output, columns, came.stride(0), output.shape[1], *more
     cols = min(COLS, power_of_two(columns))
     grid = rows, -(-columns // cols) + (scales is not None)
     launch(_spread_rows, grid, arguments, {"TERMS": k, "COLS": cols, "GP": power_of_two(groups)})

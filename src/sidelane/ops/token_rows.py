@@ -14,6 +14,9 @@ A program waits for tiles of the program with its number only, and for the first
 will do (``embedding``). A rank is ready when its launch begins, since the one before has copied all that came; nobody
 waits at the end. Rows that stay are copied at once; half of the programs begin with these.
 
+On few compute units the link is idle while a program waits for its tile to arrive, or copies. There the last program
+says that all tiles have been sent and waits for its peers, as in ``gemm``, and copies follow the kernel.
+
 Two tensors may travel side by side, such as values and their scales: a tile has columns of either.
 
 Example: 2 ranks, 3 tiles from rank 0 to rank 1, 2 programs. Program 0 sends tiles 0 and 2, program 1 tile 1, and then
@@ -43,15 +46,20 @@ from sidelane.device.context import (
     signal_all_release,
     signal_release,
     wait_acquire,
+    wait_all_acquire,
     world_size_of,
 )
 from sidelane.device.triton_language import tl, triton
 from sidelane.memory.storage import persistent
 from sidelane.ops.gemm import ROW_TILES, TileSizes, tile_at
-from sidelane.ops.handle import KernelHandle, programs_of, register_limit
+from sidelane.ops.handle import KernelHandle, buffer_lock, programs_of, register_limit
 from sidelane.session import Communicator
 
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
+
+LEAST_UNITS = 64
+"""Least number of compute units on which the kernel copies (results/h200x2/deep_ep.txt)."""
+
 WIDE = 8
 """Number of columns of which widths are multiples where 16 bytes are loaded and stored at a time."""
 
@@ -84,13 +92,14 @@ class TokenRows(KernelHandle):
         most_tiles = -(-most_rows // (tiles.rows * tiles.group)) * tiles.group * across
         needed = most_tiles + (comm.world_size - 1) * across
         self.programs = min(programs_of(comm, needed, tiles.per_unit), units * tiles.per_unit)
+        self._copies, self._turn = units >= LEAST_UNITS, buffer_lock(comm)
         self._counters = persistent(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
         self.output = comm.empty(most_rows * (columns + beside), dtype=torch.int16)
         self._addresses = comm.peers(self.output)  # now, as the first launch may be captured
-        self.kernel = comm.load_kernel(_exchange_rows, flags=1 + most_tiles)
+        self.kernel = comm.load_kernel(_exchange_rows, flags=1 + (most_tiles if self._copies else 1))
 
     def run(
-        self, x: Tensor, beside: Tensor | None, leaving: Tensor, counts: Tensor, received: int
+        self, x: Tensor, beside: Tensor | None, leaving: Tensor, counts: Tensor, received: int, stays: tuple[int, int]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the rows that come from rank 0, from rank 1, and so on, [received, H], and those of ``beside``.
 
@@ -100,33 +109,41 @@ class TokenRows(KernelHandle):
             leaving: numbers of the rows for rank 0, for rank 1, and so on, int32[R, 1]; all of ``counts`` are there.
             counts: number of rows from rank i to rank j in row i, column j, int32[N, N].
             received: number of rows that come here, the sum of its column.
+            stays: first one of these that was here before, and the row behind the last one.
         """
         into = x.new_empty(received, self.columns)
         beside_into = None if beside is None else x.new_empty(received, self.beside)
         given = [x] if beside is None else [x, beside]
         widths = x.stride(0), 0 if beside is None else beside.stride(0), self.columns, self.beside
-        is_wide = not any(width % WIDE for width in widths) and not any(part.data_ptr() % 16 for part in given)
-        unit = WIDE if is_wide else 1
-        self.kernel.launch(
-            (self.programs,),
-            self._addresses,
-            self._counters,
-            x,
-            beside,
-            leaving,
-            counts,
-            into,
-            beside_into,
-            *(number // unit for number in widths),
-            len(leaving),
-            self.most_rows,
-            unit,
-            ROWS=self._tiles.rows,
-            COLS=self._tiles.columns,
-            GROUP=self._tiles.group,
-            num_warps=self._tiles.warps,
-            **self._limit,
-        )
+        unit = 1 if any(width % WIDE for width in widths) or any(part.data_ptr() % 16 for part in given) else WIDE
+        with self._turn:  # until rows have been copied
+            self.kernel.launch(
+                (self.programs,),
+                self._addresses,
+                self._counters,
+                x,
+                beside,
+                leaving,
+                counts,
+                into,
+                beside_into,
+                *(number // unit for number in widths),
+                len(leaving),
+                self.most_rows,
+                unit,
+                ROWS=self._tiles.rows,
+                COLS=self._tiles.columns,
+                GROUP=self._tiles.group,
+                COPIES=int(self._copies),
+                num_warps=self._tiles.warps,
+                **self._limit,
+            )
+            if not self._copies:
+                came = self.output.split([self.most_rows * self.columns, self.most_rows * self.beside])
+                for to, rows in zip((into, beside_into), came, strict=True):
+                    if to is not None:
+                        to[: stays[0]] = rows.view(self.most_rows, -1)[: stays[0]]
+                        to[stays[1] :] = rows.view(self.most_rows, -1)[stays[1] : received]
         return into, beside_into
 
 
@@ -134,7 +151,7 @@ class TokenRows(KernelHandle):
 def _exchange_rows(
     context, outputs, counters, x, beside, leaving, counts, into, beside_into, x_stride, beside_stride, columns,
     beside_columns, rows, most_rows, UNIT: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)
@@ -155,7 +172,7 @@ def _exchange_rows(
         to = tl.sum(tl.where(lane < rank, tl.load(counts + lane * ranks + peer, mask=lane < ranks, other=0), 0))
         first, count = tl.sum(tl.where(lane < peer, sent, 0)), tl.sum(tl.where(lane == peer, sent, 0))
         begins, coming = tl.sum(tl.where(lane < source, came, 0)), tl.sum(tl.where(lane == source, came, 0))
-        tiles, arrivals = tl.cdiv(count, ROWS) * across, tl.where(hop == 0, 0, tl.cdiv(coming, ROWS) * across)
+        tiles, arrivals = tl.cdiv(count, ROWS) * across, tl.where(hop == 0, 0, tl.cdiv(coming, ROWS) * across * COPIES)
         number = _first_tile(counts, rank, hop, ranks, across, ROWS)
         arriving = _first_tile(counts, source, hop, ranks, across, ROWS)
         if (number < tiles) & (hop != 0):
@@ -168,8 +185,7 @@ def _exchange_rows(
             row, begin_at = row_tile * ROWS + tl.arange(0, ROWS), tl.where(sends == 1, to, begins)
             last = tl.minimum(tl.where(sends == 1, tl.minimum(count, rows - first), coming), most_rows - begin_at)
             token = tl.load(leaving + first + row, mask=row < tl.where(sends == 1, last, 0), other=-1)
-            place = begin_at + row
-            token = tl.where(sends == 1, token, place)
+            token = tl.where(sends == 1, token, begin_at + row)
             moves = (row < last) & (token >= 0)
             is_beside = column_tile >= main
             own, mine, stride, width = x.to(tl.int64), into.to(tl.int64), x_stride, columns
@@ -184,15 +200,18 @@ def _exchange_rows(
             stride = tl.where(sends == 1, stride, width)
             if (sends == 0) & (row_tile * ROWS < last):  # others have no flag, maybe
                 wait_acquire(context, source, 1 + arriving, generation)
-            _copy(source_at, stride, token, target_at, width, place, moves,
+            _copy(source_at, stride, token, target_at, width, begin_at + row, moves,
                   column_tile - tl.where(is_beside, main, 0), COLS, UNIT)  # fmt: skip
-            if (sends == 1) & (hop != 0):
+            if COPIES and (sends == 1) & (hop != 0):
                 signal_release(context, peer, 1 + number, generation)
             number += sends * programs
             arriving += (1 - sends) * programs
             ahead += 2 * sends - 1
     if arrive_acq_rel(counters + 1, programs):
         tl.store(counters, 0)
+        if not COPIES:
+            signal_all_release(context, 1, generation)  # done
+            wait_all_acquire(context, 1, generation)
     end(context, generation)
 
 

@@ -9,7 +9,7 @@ from shadows.blocks import rotated
 from shadows.own_grid import OwnGrid
 from sidelane.program.collective import Span
 from sidelane.program.contract import Contract, Result
-from sidelane.program.ir import EPOCH, Command, Copy, Flag, Program, Signal, Wait
+from sidelane.program.ir import EPOCH, Command, Copy, Flag, Program, Signal, SignalOp, Value, Wait
 
 
 def exchange_rows(
@@ -21,6 +21,7 @@ def exchange_rows(
     *,
     most_rows: int,
     group: int = 8,
+    copies: bool = True,
 ) -> Program:
     """Tiles go into the outputs of the ranks that their rows are for, and from there into memory of these.
 
@@ -32,11 +33,13 @@ def exchange_rows(
         part_bytes: of a row in a tile.
         most_rows: for which an output has room.
         group: rows of tiles that are moved column by column.
+        copies: tiles have flags and are copied on; else the last block says that all are there, as in ``fused_gemm``.
     """
     n, (main, beside) = len(counts), tiles_across
     grid, across = OwnGrid(n, blocks, part_bytes), main + beside
     high = [[-(-count // tile_rows) for count in row] for row in counts]
     most_tiles = max(map(max, high)) * across
+    arrivals = (1 + most_tiles) * n
 
     def place(rank: int, buffer: str, row: int, column: int, rows: int) -> Span:
         """Where a part of a row is: those of rows beside are behind all rows."""
@@ -72,7 +75,7 @@ def exchange_rows(
         hops = [*range(1, n), 0]
         for hop in hops[-1:] + hops[:-1] if block % 2 else hops:
             peer, source = (rank + hop) % n, (rank - hop) % n
-            sends, comes = dealt(rank, hop, block), dealt(source, hop, block) if hop else []
+            sends, comes = dealt(rank, hop, block), dealt(source, hop, block) if hop and copies else []
             if sends and hop:
                 yield Wait(Flag(rank, peer), EPOCH)
             ahead = 0
@@ -81,7 +84,7 @@ def exchange_rows(
                     number = sends.pop(0)
                     for src, out, own in tile(rank, peer, number):
                         yield Copy(out if hop else own, src)
-                    if hop:
+                    if hop and copies:
                         yield Signal(Flag(peer, (1 + number) * n + rank), EPOCH)
                     ahead += 1
                 else:
@@ -90,6 +93,13 @@ def exchange_rows(
                     for _, out, own in tile(source, rank, number):
                         yield Copy(own, out)
                     ahead -= 1
+        if not copies:
+            yield Signal(Flag(rank, arrivals), Value(1), SignalOp.ADD)
+        if block == blocks - 1 and not copies:
+            yield Wait(Flag(rank, arrivals), Value(blocks))
+            yield Signal(Flag(rank, arrivals), Value(0))
+            yield from (Signal(Flag(peer, n + rank), EPOCH) for peer in rotated(rank, n))
+            yield from (Wait(Flag(rank, n + sender), EPOCH) for sender in range(n))
 
     row_bytes = across * part_bytes
     got = [sum(column) * row_bytes for column in zip(*counts, strict=True)]
@@ -99,5 +109,6 @@ def exchange_rows(
         for rank, peer in itertools.product(range(n), range(n))
         for row, column in itertools.product(range(counts[rank][peer]), range(across))
     ]
-    contract = Contract.of("token_rows", sizes, [Result(own, (src,)) for src, _, own in moves], scratch=["output"])
-    return grid.made(contract, "token_rows", commands, staging_bytes=0, flags=(1 + most_tiles) * n)
+    results = [Result(own if copies or out.rank == src.rank else out, (src,)) for src, out, own in moves]
+    contract = Contract.of("token_rows", sizes, results, scratch=["output"] * copies)
+    return grid.made(contract, "token_rows", commands, staging_bytes=0, flags=arrivals + 1)
