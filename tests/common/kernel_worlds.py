@@ -13,6 +13,7 @@ from sidelane.device import layout
 from sidelane.device.launch import Launch, LaunchSite
 
 HEAP_BYTES = 27 << 20
+SHARED_BYTES = 227 << 10  # of an H200, so that loops over tiles are those that prefetch
 """Of a rank: eight reduce shards of 1.3 MB in chunks, out of place."""
 
 
@@ -71,7 +72,7 @@ class Heap:
         self.heaps = tuple(arena + layout.arena_bytes(self.world_size) for arena in self.arenas)
         self.status_words = self.heaps[rank] + HEAP_BYTES
         counters = self.status_words + 4 * layout.STATUS_WORDS
-        self.site = LaunchSite(rank, self.arenas, self.status_words, counters, self.most_blocks)
+        self.site = LaunchSite(rank, self.arenas, self.status_words, counters, self.most_blocks, SHARED_BYTES)
 
     def carve(self, nbytes: int, misalign: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
         start = self.used + misalign
