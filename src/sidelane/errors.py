@@ -255,4 +255,4 @@ class PeerError(SidelaneError):
 
 
 class PeerTimeoutError(PeerError):
-    """A peer did not come, or stopped, within the time-out."""
+    """A peer did not issue the call, or stopped, within the time-out."""

@@ -455,7 +455,7 @@ class Communicator:
     def broadcast(
         self, tensor: Tensors, *, root: int, async_op: bool = False, variant: str = AUTO, beside: Beside | None = None
     ) -> Work | None:
-        """Replace everyone's ``tensor`` by that of ``root`` (a rank of the group).
+        """Replace everyone's ``tensor`` with that of ``root`` (a rank of the group).
 
         Args:
             tensor: same number of elements and dtype (any) on every rank.
@@ -597,7 +597,7 @@ class Communicator:
 
     @entry
     def load_kernel(self, kernel: Any, *, flags: int) -> OwnKernel:
-        """Give the caller's own Triton kernel its flags, by which it synchronizes with its peers. Collective.
+        """Give the caller's own Triton kernel its flags, with which it synchronizes with its peers. Collective.
 
         Args:
             kernel: made by ``triton.jit``. Its first argument is the context, for the functions of
@@ -678,7 +678,7 @@ class Communicator:
 
     @entry
     def beside(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:
-        """Describe the computation next to calls, for their ``beside=``: ``auto`` then weighs how much of either hides.
+        """Describe the computation beside calls, for their ``beside=``: ``auto`` then weighs how much of either hides.
 
         Collective: the slowest rank's time counts on all ranks. It takes one small collective and, for a GEMM, a few
         runs of it on the current stream, whose matrices are freed again; call it once and keep the result.
@@ -751,7 +751,7 @@ class Communicator:
         return self.backend.executor.ledger.total()
 
     def repeated_calls(self) -> int:
-        """Return how many calls of this rank compiled code has made again, own kernels included; 0 without it."""
+        """Return how many calls of this rank compiled code has repeated, own kernels included; 0 without it."""
         return 0 if self.path.repeats is None else int(self.path.repeats.replay.made)
 
     def close(self) -> None:
