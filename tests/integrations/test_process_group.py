@@ -31,8 +31,9 @@ import sidelane
 from sidelane import config
 from sidelane.collectives import backend_cpu, backend_cuda
 from sidelane.integrations import dispatch, ledger, lifetime, order, torch_world
+from sidelane.integrations.calls import copy_bits
 from sidelane.integrations.process_group import SidelaneGroup
-from sidelane.integrations.works import EndedWork, OtherWork
+from sidelane.integrations.works import EndedWork, JoinedWork, OtherWork
 from sidelane.machine.peers import PeerMemory
 
 BYTES = (torch.uint8, torch.float64, torch.int32, torch.bfloat16)
@@ -274,7 +275,17 @@ def exchange_large(group: dist.ProcessGroup, mixes: bool) -> list[tuple[str, str
 
 @contextlib.contextmanager
 def left_to_library(group: dist.ProcessGroup, most: int | None = None) -> Iterator[SidelaneGroup]:
-    """A new group whose library takes the name of NCCL; ``most``: bytes of ordinary tensors that are staged."""
+    """A new group whose library takes the name of NCCL, and ends coalesced calls with one work as NCCL does.
+
+    ``most``: bytes of ordinary tensors that are staged.
+    """
+    inside: list[dist.Work] = []
+
+    class NotedWork(OtherWork):
+        def __init__(self, work: dist.Work, *given: Any, **options: Any) -> None:
+            inside.append(work)
+            super().__init__(work, *given, **options)
+
     library = mock.Mock(**{"name.return_value": "nccl"})
     kinds = mock.patch.object(lifetime, "kinds", return_value={torch.get_default_device(): (None, library)})
     with sidelane_group(group) as wrapped, kinds:
@@ -284,9 +295,23 @@ def left_to_library(group: dist.ProcessGroup, most: int | None = None) -> Iterat
     with (
         mock.patch.object(dispatch, "MOST_STAGED", limits),
         mock.patch.object(dist.ProcessGroup, "_start_coalescing", return_value=None),  # Gloo has none
-        mock.patch.object(dist.ProcessGroup, "_end_coalescing", return_value=None),
+        mock.patch.object(dist.ProcessGroup, "_end_coalescing", side_effect=lambda *_: JoinedWork(inside)),
+        mock.patch.object(dispatch, "OtherWork", NotedWork),
     ):
         yield ours
+
+
+def test_the_bits_of_small_floats_are_copied() -> None:
+    def as_on_gpus(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        for output, input in zip(outputs, inputs, strict=True):
+            output.copy_(input.float() if input.is_floating_point() else input)
+
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e5m2):
+        copied = torch.zeros(bits.nbytes, dtype=torch.uint8).view(dtype)
+        with mock.patch.object(torch, "_foreach_copy_", as_on_gpus):
+            copy_bits(copied.split(1000), bits.view(dtype).split(1000))
+        assert torch.equal(copied.view(torch.int16), bits)
 
 
 @on_ranks(2)
