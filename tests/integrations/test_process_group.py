@@ -322,8 +322,11 @@ def test_large_exchanges_of_ordinary_tensors_are_left_to_nccl(group: dist.Proces
     assert why.startswith("ordinary tensors of ") and "sidelane.pool" in why
 
 
-def coalesced_calls(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool) -> list[torch.Tensor]:
-    size, rank, device = group.size(), group.rank(), torch.get_default_device()
+def coalesced_calls(
+    group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: bool, *, by_device: bool = True, one_by_one: bool = False
+) -> list[torch.Tensor]:
+    """Several calls of each kind at once. Without ``by_device`` torch does not tell the group where they begin."""
+    size, rank, device = group.size(), group.rank(), torch.get_default_device() if by_device else None
     gathered = [torch.zeros(size * count, dtype=dtype) for count in (n, n + 2)]
     summed = [data(count, dtype, rank) for count in (n, n + 3)]
     parts = [torch.zeros(count, dtype=dtype) for count in (n, n + 4)]
@@ -332,10 +335,11 @@ def coalesced_calls(group: dist.ProcessGroup, dtype: torch.dtype, n: int, a: boo
         (dist.all_reduce, [(each,) for each in summed]),
         (dist.reduce_scatter_tensor, [(each, data(each.numel() * size, dtype, rank)) for each in parts]),
     ):
-        with dist._coalescing_manager(group, device, async_ops=a) as manager:
+        at_once: Any = dist._coalescing_manager(group, device, async_ops=a)
+        with contextlib.nullcontext() if one_by_one else at_once as manager:
             for tensors in calls:
                 function(*tensors, group=group)
-        if a:
+        if a and not one_by_one:
             manager.wait()
     return [*gathered, *summed, *parts]
 
@@ -670,31 +674,10 @@ def _flat(shape: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) ->
 @on_ranks(2, gpu=default_stream)
 def test_coalesced_calls(group: dist.ProcessGroup) -> None:
     with sidelane_group(group) as ours:
-        rank, size = ours.rank(), ours.size()
-        for device, is_async in itertools.product((None, torch.get_default_device()), (False, True)):
-            tensors = [torch.full((4 + number,), float(rank)) for number in range(3)]
-            with dist._coalescing_manager(ours, device, async_ops=is_async) as manager:
-                for tensor in tensors:
-                    dist.all_reduce(tensor, group=ours)
-            if is_async:
-                manager.wait()
-            assert all(tensor.eq(sum(range(size))).all() for tensor in tensors)
-            outputs = [torch.empty(size * (2 + number)) for number in range(3)]
-            with dist._coalescing_manager(ours, device, async_ops=is_async) as manager:
-                for output in outputs:
-                    part = torch.full((output.numel() // size,), float(rank))
-                    dist.all_gather_into_tensor(output, part, ours)
-            if is_async:
-                manager.wait()
-            for output in outputs:
-                assert output.view(size, -1).eq(torch.arange(size).view(-1, 1)).all()
-            results = [torch.empty(3), torch.empty(5)]
-            with dist._coalescing_manager(ours, device, async_ops=is_async) as manager:
-                for result in results:
-                    dist.reduce_scatter_tensor(result, torch.ones(size * result.numel()), group=ours)
-            if is_async:
-                manager.wait()
-            assert all(result.eq(size).all() for result in results)
+        for by_device, is_async in itertools.product((False, True), (False, True)):
+            expected = coalesced_calls(ours, torch.float32, 4, is_async, one_by_one=True)
+            found = coalesced_calls(ours, torch.float32, 4, is_async, by_device=by_device)
+            assert all(map(torch.equal, found, expected)), (by_device, is_async)
 
 
 @on_ranks(2)
