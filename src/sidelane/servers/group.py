@@ -90,13 +90,7 @@ class ServerGroup:
             for tensor in tensors
         )
 
-    def should_custom_ar(self, inp: torch.Tensor) -> bool:
-        """Return whether :meth:`custom_all_reduce` takes a tensor."""
-        return self.takes(inp)
-
-    def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum over the ranks in a new tensor."""
-        return self.all_reduce(input)
+    should_custom_ar = takes
 
     def capture(self) -> AbstractContextManager[None]:
         """Return what stands around the warm-up and the capture of CUDA graphs: nothing is registered afterwards."""
@@ -109,6 +103,8 @@ class ServerGroup:
         found = torch.empty_like(input) if output is None else output
         self._counted("all_reduce").all_reduce(input, output=found)
         return found
+
+    custom_all_reduce = all_reduce
 
     def all_gather(
         self, input: torch.Tensor, output: torch.Tensor | None = None, sizes: Sequence[int] | None = None

@@ -42,14 +42,10 @@ def offer_deep_ep() -> None:
 
 
 def misfit(server: str, version: str, device: str, fits: tuple[str, str], parts: int = 2) -> str:
-    """Return why a server is refused; an empty text if it fits.
+    """Return why a server of a version, on a kind of device, is refused; an empty text if it fits.
 
-    Args:
-        server: name of the server.
-        version: its version.
-        device: kind of device that it runs on.
-        fits: first version that fits, and the last one that was tried; its own later repairs fit, too.
-        parts: number of numbers that a version and its repairs have in common.
+    ``fits`` are the first version that fits, and the last one that was tried. Its own later repairs fit, too: versions
+    of which as many numbers are alike as ``parts`` says.
 
     >>> misfit("vllm", "0.21.0", "cuda", ("0.22.0", "0.33.0"))
     'vllm 0.21.0 does not fit (allowed=0.22.0..0.33.0)'

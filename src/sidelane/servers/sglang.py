@@ -66,7 +66,7 @@ def _replace() -> None:
     hooks: dict[str, Callable[..., Any]] = {  # they stand around the functions that are named
         f"{_CUSTOM}.dispatch_custom_allreduce": _dispatch,
         f"{_STATE}.set_custom_all_reduce": _enable,
-        "sglang.srt.server_args.ServerArgs._handle_deterministic_inference": _note_refusal,
+        "sglang.srt.server_args.ServerArgs._handle_deterministic_inference": _keep_choice,
         f"{_STATE}.GroupCoordinator.destroy": _destroy,
         f"{_STATE}.GroupCoordinator._reduce_scatter_tensor": _moves(ServerGroup.reduce_scatter, SUMMED),
         f"{_STATE}.GroupCoordinator._all_gather_into_tensor": _moves(ServerGroup.all_gather, None),
@@ -88,18 +88,14 @@ def _is_deterministic() -> bool:
     return bool(envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get())
 
 
-def _note_refusal(original: Callable[..., None], arguments: Any) -> None:
-    """Note whether the user has switched custom all-reduces off, before SGLang does so; workers get it, too."""
-    arguments.refuses_sidelane = arguments.disable_custom_all_reduce
+def _keep_choice(original: Callable[..., None], arguments: Any) -> None:
+    """Leave custom all-reduces on in deterministic mode, for which SGLang switches its own off, unless the user has."""
+    chosen = arguments.disable_custom_all_reduce
     original(arguments)
+    arguments.disable_custom_all_reduce = chosen
 
 
 def _enable(original: Callable[..., None], enable: bool) -> None:
-    """Leave custom all-reduces on in deterministic mode, unless the user and not SGLang has switched them off."""
-    from sglang.srt.server_args import get_global_server_args
-
-    if _is_deterministic() and not getattr(get_global_server_args(), "refuses_sidelane", False):
-        enable = True
     if not enable:
         announce((), (("everything", "--disable-custom-all-reduce"),))
     original(enable)
