@@ -45,9 +45,10 @@ Line = tuple[str, str, str, str, Where, tuple[Where, Where], tuple[str, str]]
 LINES: list[Line] = [
     ("token of Llama 3.1 8B, 8 sequences, CUDA graph", GROUP, KERNELS, E2E,
      {"launch": "graph", "size": "llama-3.1-8b-x8"}, WAY, MS),
-    ("the same in vLLM 0.26.0's layers, compared with vLLM's kernel", "plug-in", KERNELS, "h200x2/servers.json",
-     {"model": "llama-3.1-8b", "sequences": 8, "peers": "nvlink", "batch_invariant": False},
-     ({"implementation": "vllm"}, {"implementation": "sidelane"}), ("ms_per_token", "ms")),
+    ("the same, 64 sequences, in vLLM 0.26.0's layers, compared with vLLM's kernel", "plug-in", KERNELS,
+     "h200x2/servers.json",
+     {"model": "llama-3.1-8b", "sequences": 64, "peers": "nvlink", "batch_invariant": False},
+     ({"implementation": "custom"}, {"implementation": "sidelane_norm"}), ("ms_per_token", "ms")),
     ("token of Llama 3.1 8B, 1 sequence, no peer access, CUDA graph", GROUP, KERNELS, "h200x2/no-peers-decode.json",
      {"launch": "graph", "size": "llama-3.1-8b-x1"}, WAY, MS),
     ("FSDP2 step, 4 layers of Llama 70B, 1 x 2048 tokens", ENABLE, COPIES, FSDP,

@@ -66,7 +66,7 @@ def _replace() -> None:
     hooks: dict[str, Callable[..., Any]] = {  # they stand around the functions that are named
         f"{_CUSTOM}.dispatch_custom_allreduce": _dispatch,
         f"{_STATE}.set_custom_all_reduce": _enable,
-        "sglang.srt.server_args.ServerArgs._handle_deterministic_inference": _keep_choice,
+        "sglang.srt.server_args.ServerArgs._handle_deterministic_inference": _restore,
         f"{_STATE}.GroupCoordinator.destroy": _destroy,
         f"{_STATE}.GroupCoordinator._reduce_scatter_tensor": _moves(ServerGroup.reduce_scatter, SUMMED),
         f"{_STATE}.GroupCoordinator._all_gather_into_tensor": _moves(ServerGroup.all_gather, None),
@@ -88,11 +88,11 @@ def _is_deterministic() -> bool:
     return bool(envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get())
 
 
-def _keep_choice(original: Callable[..., None], arguments: Any) -> None:
+def _restore(original: Callable[..., None], arguments: Any) -> None:
     """Leave custom all-reduces on in deterministic mode, for which SGLang switches its own off, unless the user has."""
-    chosen = arguments.disable_custom_all_reduce
+    before = arguments.disable_custom_all_reduce
     original(arguments)
-    arguments.disable_custom_all_reduce = chosen
+    arguments.disable_custom_all_reduce = before
 
 
 def _enable(original: Callable[..., None], enable: bool) -> None:
