@@ -230,13 +230,13 @@ class PairAlone:
     Attributes:
         gemm_us: of the GEMM, with all units.
         comm_us: of the collective as the strategy runs it, with all units.
-        library_units: workgroups of the library's kernels.
+        units: workgroups of the collective's kernels; None: those of the description.
         out_of_place: input and output of the collective are different buffers.
     """
 
     gemm_us: float
     comm_us: float
-    library_units: int
+    units: int | None
     out_of_place: bool
 
 
@@ -286,7 +286,7 @@ def pair_kernels(
     if alone is not None:
         gemm = _stretched(gemm, alone.gemm_us / gemm_us(machine, workload.gemm))
         if on_units and not own_units:
-            units = whole[0].units if by_own else alone.library_units
+            units = whole[0].units if alone.units is None else alone.units
             gangs = (dataclasses.replace(whole[0], units=units, need=min(whole[0].need, units)),)
         longer = alone.comm_us / run_device(machine, whole).time_us
         gangs = tuple(stretched(gang, longer) for gang in gangs)

@@ -17,6 +17,8 @@ from sidelane.c3.strategies import named as strategy_named
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.cli.output import write_json
 from sidelane.program.collective import REDUCING, Kind
+from sidelane.program.kernel import NARROW_BLOCKS
+from sidelane.program.shape import NARROW
 from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.harness.drawing import BLACK, COLOURS, GREY, RC, plain_name, save_titled
 from sidelane_lab.harness.study import Picture, Results, read
@@ -180,13 +182,16 @@ def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
     if strategy.partition is not None and (objection(strategy, machine) or not row.units):
         return ()  # files of another version do not say how many units were taken
     pair = Workload(gemm_of(row), kind, row.bytes)
-    alone = PairAlone(row.gemm_us, row.comm_us, _library_units(machine, kind, row), OUT_OF_PLACE in row.note)
+    units = _units(machine, kind, row, strategy)
+    alone = PairAlone(row.gemm_us, row.comm_us, units, OUT_OF_PLACE in row.note)
     launches = pair_kernels(machine, pair, strategy, row.units, alone=alone)
     return tuple(run_device(machine, kernels).time_us for kernels in launches)
 
 
-def _library_units(machine: Machine, kind: Kind, row: C3Row) -> int:
-    """Count the library's units in a row: without windows gathers are exchanges, too."""
+def _units(machine: Machine, kind: Kind, row: C3Row, strategy: Strategy) -> int | None:
+    """Count the collective's units in a row: without windows the library's gathers are exchanges, too."""
+    if strategy.mover is Mover.SM:
+        return NARROW_BLOCKS if NARROW in row.note else None
     return default_units(machine.library, kind if "window" in row.note else Kind.ALL_TO_ALL)
 
 
