@@ -31,7 +31,7 @@ NCCL = {"Collective name": "_allgather_base", "In msg nelems": 1 << 24, "dtype":
 
 
 def gemm(ident: int, us: float, *after: int, **more: Any) -> TraceNode:
-    return TraceNode(ident, f"gemm {ident}", NodeKind.COMPUTE, after, us, **more)
+    return TraceNode(ident, f"kernel {ident}", NodeKind.COMPUTE, after, us, **more)
 
 
 def gather(ident: int, *after: int, us: float = 0.0, name: str = "all_gather", nbytes: int = NBYTES) -> TraceNode:
@@ -198,20 +198,43 @@ def test_a_step_of_a_recording_is_what_was_launched_in_the_last_profiler_step(tm
 
 
 def test_collectives_of_a_graph_have_the_bytes_of_eager_ones_before(tmp_path: Path) -> None:
-    bare = {name: value for name, value in NCCL.items() if name == "stream"}
     marks = [
         {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{n}", "ts": 1_000.0 * n, "dur": 900.0, "tid": 3}
         for n in (1, 2)
     ]
     sizes = [{**NCCL, "Collective name": "allreduce", "In msg nelems": 1 << (10 + n)} for n in range(3)]
     eager = [kernel("ncclDevKernel_AllReduce", 1_100.0 + 50 * n, 9.0, 20, **size) for n, size in enumerate(sizes)]
-    graph = [kernel("ncclDevKernel_AllReduce", 2_100.0 + 50 * n, 9.0, 20, **bare) for n in range(2)]
+    graph = [kernel("ncclDevKernel_AllReduce", 2_100.0 + 50 * n, 9.0, 20) for n in range(2)]
     trace = read_kineto(written(tmp_path / "step.json", [*marks, *eager, *graph, kernel("gemm", 2_110.0, 40.0)]))
     assert [node.nbytes for node in trace.nodes if node.collective] == [4 << 10, 8 << 10]
     found = plan_trace(find("h200x2"), trace)
     assert found.kept == 0 and set(found.chosen) == {KERNELS}
     trace = read_kineto(written(tmp_path / "step.json", [*marks[1:], *graph, kernel("gemm", 2_110.0, 40.0)]))
     assert plan_trace(find("h200x2"), trace).kept == 2
+
+
+def test_kernels_of_sidelane_change_no_stream_in_a_graph(tmp_path: Path) -> None:
+    """Before and after NCCL's a graph takes 4 us; between its other kernels 1 us, which is left."""
+    reduced = {**NCCL, "Collective name": "allreduce", "In msg nelems": 1 << 14}
+    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 900.0, "dur": 9.0, "tid": 3}
+    graph = [
+        kernel("norm", 1_000.0, 5.0, correlation=7),
+        kernel("gemm", 1_006.0, 20.0, correlation=7),
+        kernel("ncclDevKernel_AllReduce", 1_030.0, 8.0, 20, correlation=7, **reduced),
+        kernel("norm", 1_042.0, 5.0, correlation=7),
+        kernel("gemm", 1_048.0, 20.0, correlation=7),
+    ]
+    events = [launch | {"args": {"correlation": 7}}, *graph]
+    found = plan_trace(find("h200x2"), read_kineto(written(tmp_path / "step.json", events)))
+    (operation,) = found.operations
+    saved = operation.times_us[LIBRARY] - operation.times_us[KERNELS] + 3 + 3
+    assert found.library_us - found.best_us == pytest.approx(saved)
+    assert found.host_us == 0.0
+    for event in graph:
+        event["args"]["correlation"] = event["ts"]
+    found = plan_trace(find("h200x2"), read_kineto(written(tmp_path / "step.json", graph)))
+    assert found.library_us - found.best_us == pytest.approx(saved - 6), "the host's pauses stay"
+    assert found.host_us == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize(

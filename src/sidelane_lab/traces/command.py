@@ -45,8 +45,9 @@ def main(options: PlanOptions) -> None:
         planned = plan_trace(machine, trace, update, is_same=recorded is not None and recorded.name == machine.name)
     for line in answer(planned):
         say(console, line, style="bold")
-    console.print()
-    console.print(operations_table(planned).to_rich())
+    if planned.operations:
+        console.print()
+        console.print(operations_table(planned).to_rich())
     say_written(write_numbers(options.json, "plan_trace", machine, rows(planned)))
 
 
@@ -62,7 +63,9 @@ def answer(planned: TracePlan) -> list[str]:
     """Say what is exposed and why, which change gives most, what all of them give, and what to write."""
     trace, step_us = planned.trace, planned.library_us
     calls = [one for one in trace.nodes if one.kind is NodeKind.COLLECTIVE and not one.on_host]
-    moving_us = sum(one.duration_us for one in calls) if planned.is_same else _alone_us(planned)
+    known = {node.ident for one in planned.operations for node in one.calls} if not planned.is_same else set()
+    moving_us = sum(one.duration_us for one in calls if one.ident not in known)
+    moving_us += sum(len(one.calls) * one.times_us[LIBRARY] for one in planned.operations if known)
     where = f"as recorded on {planned.machine.title}" if planned.is_same else f"predicted on {planned.machine.title}"
     lines = [
         f"{trace.step} takes {_ms(step_us)} ms, {where}: {len(calls)} collectives take {_ms(moving_us)} ms, of which "
@@ -76,7 +79,9 @@ def answer(planned: TracePlan) -> list[str]:
             f"The GPU waits {_ms(planned.host_us)} ms ({_percent(planned.host_us, step_us)}) for the host: capture the "
             "step in a CUDA graph, or compile it; collectives matter less."
         )
-    if planned.single is None:
+    if not planned.operations:
+        lines.append("The trace has no bytes of collectives: record the step with PyTorch 2.2 or later.")
+    elif planned.single is None:
         lines.append("No operation would be faster for the step with another strategy.")
     else:
         one, strategy, saved = planned.single
@@ -159,10 +164,6 @@ def rows(planned: TracePlan) -> list[dict[str, Any]]:
 def name_of(one: StepOperation) -> str:
     """Return words for an operation."""
     return f"{one.kind} of {one.nbytes / 1e6:.3g} MB"
-
-
-def _alone_us(planned: TracePlan) -> float:
-    return sum(len(one.calls) * one.times_us[LIBRARY] for one in planned.operations)
 
 
 def _why(one: StepOperation) -> str:

@@ -42,11 +42,12 @@ def content_of(path: Path) -> bytes:
 
 
 class NodeKind(StrEnum):
-    """Kind of work of a node."""
+    """Kind of work of a node. ``launch``: what a CUDA graph takes from a kernel to the next one."""
 
     COMPUTE = "compute"
     COLLECTIVE = "collective"
     MEMORY = "memory"
+    LAUNCH = "launch"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ import bisect
 import dataclasses
 import json
 import statistics
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -95,7 +95,7 @@ def read_kineto(path: Path) -> TraceGraph:
     )
     device = properties[0].get("name") if isinstance(properties, list) and properties else ""
     ranks = distributed.get("world_size") if isinstance(distributed, dict) else 0
-    ordered = tuple(_ordered(path, step, len(events)))
+    ordered = tuple(_ordered(path, step, len(events), _in_graphs(step, events)))
     return TraceGraph(str(path), ordered, str(device or ""), int(ranks) if _positive(ranks) else 0, words)
 
 
@@ -110,13 +110,9 @@ def _last_step(events: Sequence[Any], nodes: Sequence[TraceNode]) -> tuple[str, 
         and _positive(event.get("ts"))
         and _positive(event.get("dur"))
     ]
-    launches = _launches(events)
-    launched = {
-        node.ident: launches.get(str(_arguments(events[node.ident]).get("correlation")), node.start_us)
-        for node in nodes
-    }
+    launched = _launched(nodes, events)
     for begin, end, name in sorted(steps, reverse=True):
-        found = [node for node in nodes if begin <= launched[node.ident] < end]
+        found = [node for node in nodes if begin <= launched.get(node.ident, node.start_us) < end]
         if any(node.kind is NodeKind.COMPUTE for node in found):
             return name, found
     busy: dict[str, list[TraceNode]] = defaultdict(list)
@@ -209,9 +205,16 @@ def _calm(step: Sequence[TraceNode], events: Sequence[Any]) -> list[TraceNode]:
     return found
 
 
-def _launches(events: Sequence[Any]) -> dict[str, float]:
-    """Return the times at which the CPU launched kernels, by the profiler's number of both."""
-    return {
+def _in_graphs(step: Sequence[TraceNode], events: Sequence[Any]) -> set[int]:
+    """Return the numbers of kernels of CUDA graphs, all of which one launch began."""
+    launch = {node.ident: str(_arguments(events[node.ident]).get("correlation", f"of {node.ident}")) for node in step}
+    counts = Counter(launch.values())
+    return {ident for ident, number in launch.items() if counts[number] > 1}
+
+
+def _launched(nodes: Sequence[TraceNode], events: Sequence[Any]) -> dict[int, float]:
+    """Return the times at which the CPU launched kernels, by the number of the node, where they are known."""
+    launches = {
         str(_arguments(event)["correlation"]): float(event["ts"])
         for event in events
         if isinstance(event, dict)
@@ -219,10 +222,12 @@ def _launches(events: Sequence[Any]) -> dict[str, float]:
         and str(event.get("cat")) not in CATEGORIES
         and _positive(event.get("ts"))
     }
+    number = {node.ident: str(_arguments(events[node.ident]).get("correlation")) for node in nodes}
+    return {ident: launches[one] for ident, one in number.items() if one in launches}
 
 
-def _ordered(path: Path, nodes: list[TraceNode], first_free: int) -> list[TraceNode]:
-    """Return nodes with what they wait for, and the pauses before them as nodes of the CPU."""
+def _ordered(path: Path, nodes: list[TraceNode], first_free: int, in_graph: Set[int]) -> list[TraceNode]:
+    """Return nodes with what they wait for, and the pauses before them as nodes of the CPU, or of a CUDA graph."""
     nodes = sorted(nodes, key=lambda node: (node.start_us, node.start_us + node.duration_us))
     begin_us = nodes[0].start_us
     lanes: dict[str, list[TraceNode]] = {}
@@ -238,12 +243,14 @@ def _ordered(path: Path, nodes: list[TraceNode], first_free: int) -> list[TraceN
         start_us = node.start_us - begin_us
         waits = tuple(after)
         if pause_us > PAUSE_US:
+            kind = NodeKind.LAUNCH if node.ident in in_graph else NodeKind.COMPUTE
             pause = TraceNode(
-                first_free, f"CPU before {node.name}", NodeKind.COMPUTE, waits, pause_us, start_us - pause_us, True,
+                first_free, f"CPU before {node.name}", kind, waits, pause_us, start_us - pause_us, True,
                 f"before {node.lane}",
             )  # fmt: skip
+            waits = (pause.ident,)
             found.append(pause)
-            first_free, waits = first_free + 1, (pause.ident,)
+            first_free += 1
         made = dataclasses.replace(node, after=waits, start_us=start_us)
         found.append(made)
         lanes.setdefault(node.lane, []).append(made)

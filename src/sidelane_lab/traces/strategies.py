@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -24,8 +25,9 @@ from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs
 from sidelane_lab.model.kernels import own_gang
-from sidelane_lab.model.training import BESIDE_COPIES
+from sidelane_lab.model.training import BESIDE_COPIES, COMMUNICATING
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
+from sidelane_lab.traces.kineto import PAUSE_US
 from sidelane_lab.traces.schedule import end_us, scheduled
 
 LIBRARY, KERNELS, ENGINES, STRAIGHT = STRATEGIES = "library", "kernels", "copy engines", "straight"
@@ -38,6 +40,10 @@ WAITS_US = 20.0
 """Microseconds after the end of a collective within which a kernel begins that waited for it."""
 MOST_OPERATIONS = 8
 """Operations that are planned one by one at the most: those that take longest."""
+BETWEEN, BEFORE, AFTER = "between", "before", "after"
+"""Places of pauses of a CUDA graph: between computations, before and after collectives."""
+LARGE, LARGE_US = re.compile("gemm|cutlass|nvjet|xmma"), 50.0
+"""Names and microseconds of GEMMs that are slower while a step communicates (``model.training.COMMUNICATING``)."""
 WORTH = 5e-4
 """Share of a step that another strategy must save."""
 NOTHING_US = 1e-3
@@ -88,7 +94,7 @@ class TracePlan:
         best_us: the step with the chosen strategies.
         silent_us: the step if collectives took no time.
         kept: number of collectives that keep their recorded time, as their bytes or their kind are unknown.
-        host_us: microseconds of the recording in which the GPU waited for the host.
+        host_us: microseconds of the recording in which nothing ran, but for the pauses of CUDA graphs.
     """
 
     trace: TraceGraph
@@ -135,9 +141,8 @@ def plan_trace(
     """
     gpu = [node for node in trace.nodes if not node.on_host]
     if machine.world_size < 2 or trace.ranks == 1:
-        raise ValueError(
-            f"plan: --trace needs several GPUs (value={trace.source} on {machine.title}, allowed=2 or more)"
-        )
+        value = f"{trace.source} of one rank" if trace.ranks == 1 else machine.title
+        raise ValueError(f"plan: --trace needs several GPUs (value={value}, allowed=2 or more)")
     operations = _operations(machine, trace, gpu)
     if not any(node.kind is NodeKind.COLLECTIVE for node in gpu):
         text = "(value=none, allowed=a step of several ranks: kernels whose names begin with nccl or rccl)"
@@ -157,7 +162,9 @@ def plan_trace(
         if step.time_us(best) < step.time_us(chosen) - WORTH * library_us:
             chosen = best
     begin, end = min(node.start_us for node in trace.nodes), end_us(trace.nodes)
-    recorded_us = end - begin if is_same else library_us
+    in_graph = any(node.kind is NodeKind.LAUNCH for node in trace.nodes)
+    recorded_us = end - begin if is_same and not in_graph else library_us
+    idle_us = end - begin - _Spans(gpu).covered_us(begin, end)
     known = {node.ident for one in operations for node in one.calls}
     return TracePlan(
         trace,
@@ -169,7 +176,7 @@ def plan_trace(
         recorded_us + step.time_us(chosen) - library_us,
         recorded_us + step.time_us(None) - library_us,
         sum(node.kind is NodeKind.COLLECTIVE and node.ident not in known and node.duration_us > 0 for node in gpu),
-        sum(node.duration_us for node in trace.nodes if node.on_host),
+        max(0.0, idle_us - sum(node.duration_us for node in trace.nodes if node.kind is NodeKind.LAUNCH)),
     )
 
 
@@ -265,6 +272,18 @@ def _exposed(gpu: Sequence[TraceNode]) -> dict[int, tuple[float, str]]:
     return found
 
 
+def _pauses_beside(trace: TraceGraph) -> dict[int, int]:
+    """Return the collective before or after each pause of a graph that has one there, by the pause's number."""
+    calls = {node.ident: node for node in trace.nodes if node.kind is NodeKind.COLLECTIVE}
+    pauses = {node.ident: node for node in trace.nodes if node.kind is NodeKind.LAUNCH}
+    found = {ident: call.ident for call in calls.values() for ident in call.after if ident in pauses}
+    for pause in pauses.values():
+        for call in (calls[ident] for ident in pause.after if ident in calls):
+            if abs(call.start_us + call.duration_us - pause.start_us) < PAUSE_US:
+                found[pause.ident] = call.ident
+    return found
+
+
 class _Step:
     """A step that is scheduled again and again, with strategies for its operations.
 
@@ -283,6 +302,11 @@ class _Step:
         self._of = {node.ident: at for at, one in enumerate(operations) for node in one.calls}
         self._copies = _copies_out(trace)
         self._slower = self._recorded_slowdown()
+        self._beside_call = _pauses_beside(trace)
+        pauses: dict[str, list[float]] = {BETWEEN: [], BEFORE: [], AFTER: []}
+        for node in (node for node in trace.nodes if node.kind is NodeKind.LAUNCH):
+            pauses[self._place_of(node)].append(node.duration_us)
+        self._usual_us = {place: statistics.median(us or [0.0]) for place, us in pauses.items()}
         self._known: dict[tuple[str, ...] | None, float] = {}
         last: dict[str, int] = {}
         nodes = []
@@ -305,6 +329,10 @@ class _Step:
                     us = 0.0 if chosen is None else self._collective_us(node, strategy)
                     node = dataclasses.replace(node, duration_us=us)
                     slower[node.ident] = self._slower[strategy]
+                elif node.ident in self._beside_call and (chosen is None or self._is_by_kernel(node, chosen)):
+                    node = dataclasses.replace(node, duration_us=self._usual_us[BETWEEN])
+                elif chosen is None and node.duration_us > LARGE_US and LARGE.search(node.name):
+                    node = dataclasses.replace(node, duration_us=node.duration_us / (1 + COMMUNICATING))
                 elif node.ident in self._copies and chosen is not None:
                     at = self._of.get(self._copies[node.ident].ident)
                     if at is not None and chosen[at] == STRAIGHT:
@@ -313,7 +341,19 @@ class _Step:
             self._known[chosen] = end_us(scheduled(nodes, slower=slower))
         return self._known[chosen]
 
+    def _place_of(self, pause: TraceNode) -> str:
+        """Return where a pause of a graph is: before or after a collective, or between other kernels."""
+        call = self._beside_call.get(pause.ident)
+        return BETWEEN if call is None else AFTER if call in pause.after else BEFORE
+
+    def _is_by_kernel(self, pause: TraceNode, chosen: tuple[str, ...]) -> bool:
+        """Return True if a pause of a graph is before or after a call by Sidelane's kernels, which change no stream."""
+        at = self._of.get(self._beside_call[pause.ident])
+        return at is not None and chosen[at] == KERNELS
+
     def _computation_us(self, node: TraceNode) -> float:
+        if node.kind is NodeKind.LAUNCH:  # what is longer than usual is the profiler's
+            return min(node.duration_us, self._usual_us[self._place_of(node)])
         lost = 1 - 1 / (1 + self._slower[LIBRARY])
         return node.calm_us or node.duration_us - lost * self._beside_us.get(node.ident, 0.0)
 
