@@ -72,15 +72,14 @@ def predicted(folder: Path, name: str) -> dict[str, Any]:
 def compared(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
     """Add what was measured to a prediction."""
     library, ours = (row_of(folder, row["program"], way) for way in row["ways"])
-    if ours is None:
-        return row
-    found = {"measured_ms": ours["step_ms"], "off_percent": 100 * (row["predicted_ms"] / ours["step_ms"] - 1)}
+    found: dict[str, float] = {}
+    if ours is not None:
+        found = {"measured_ms": ours["step_ms"], "off_percent": 100 * (row["predicted_ms"] / ours["step_ms"] - 1)}
     for name, measured in (("library_exposed", library), ("exposed", ours)):
         exposed = (measured or {}).get("exposed_ms")
         if exposed:
             off = row[f"predicted_{name}_ms"] - exposed
             found |= {f"measured_{name}_ms": exposed, f"{name}_off_percent": 100 * off / exposed}
-            found[f"{name}_off_percent_of_step"] = 100 * off / ours["step_ms"]
     return row | found
 
 

@@ -169,7 +169,8 @@ def name_of(one: StepOperation) -> str:
 def _why(one: StepOperation) -> str:
     if not one.waiting:
         return "the host is late"
-    name = one.waiting[0].removeprefix("void ").partition("(")[0].partition("<")[0].rpartition("::")[2]
+    plain = one.waiting[0].removeprefix("void ").replace("(anonymous namespace)::", "")
+    name = plain.partition("(")[0].partition("<")[0].rpartition("::")[2].strip()
     return f"{name[:LONGEST_NAME]} waits"
 
 

@@ -38,6 +38,8 @@ COPY_OUT = re.compile("split_with_sizes_copy")
 """Name of FSDP2's copies out of a gathered buffer."""
 WAITS_US = 20.0
 """Microseconds after the end of a collective within which a kernel begins that waited for it."""
+LAST = "the end of the step"
+"""Name of what waits for a collective after which nothing runs."""
 MOST_OPERATIONS = 8
 """Operations that are planned one by one at the most: those that take longest."""
 BETWEEN, BEFORE, AFTER = "between", "before", "after"
@@ -266,9 +268,10 @@ def _exposed(gpu: Sequence[TraceNode]) -> dict[int, tuple[float, str]]:
     for node in (node for node in gpu if node.kind is NodeKind.COLLECTIVE):
         end = node.start_us + node.duration_us
         following = other.following(end)
-        waits = following is not None and following.start_us - end < WAITS_US
-        exposed = node.duration_us - other.covered_us(node.start_us, end)
-        found[node.ident] = exposed, following.name if following is not None and waits else ""
+        exposed, name = node.duration_us - other.covered_us(node.start_us, end), LAST
+        if following is not None:
+            name = following.name if following.start_us - end < WAITS_US else ""
+        found[node.ident] = exposed, name
     return found
 
 
