@@ -155,10 +155,6 @@ def test_serving_as_measured(name, batch, length, way, ms, off):
     assert found == pytest.approx(ms, rel=off)
 
 
-def test_serving_was_compared_with_many_rows():
-    assert len(MEASURED) == 28
-
-
 def test_quantized_weights_take_their_bits(tmp_path):
     whole, quarter = (ServedModel(preset("70B"), 4, 4096, 2, each) for each in (2, serving.WEIGHT_BYTES["int4"]))
     ends = 2 * preset("70B").divided(2).ends / 1e9

@@ -157,12 +157,7 @@ def plan_trace(
         progress(f"{one.kind} of {one.nbytes} bytes")
         others = {name: step.time_us((*library[:at], name, *library[at + 1 :])) for name in one.times_us}
         tried.append(dataclasses.replace(one, steps_us={name: us for name, us in others.items() if name != LIBRARY}))
-    chosen = library
-    for _, (at, one) in itertools.product(range(2), enumerate(operations)):
-        ways = [(*chosen[:at], name, *chosen[at + 1 :]) for name in one.times_us]
-        best = min(ways, key=step.time_us)
-        if step.time_us(best) < step.time_us(chosen) - WORTH * library_us:
-            chosen = best
+    chosen = _best(step, operations)
     begin, end = min(node.start_us for node in trace.nodes), end_us(trace.nodes)
     in_graph = any(node.kind is NodeKind.LAUNCH for node in trace.nodes)
     recorded_us = end - begin if is_same and not in_graph else library_us
@@ -180,6 +175,18 @@ def plan_trace(
         sum(node.kind is NodeKind.COLLECTIVE and node.ident not in known and node.duration_us > 0 for node in gpu),
         max(0.0, idle_us - sum(node.duration_us for node in trace.nodes if node.kind is NodeKind.LAUNCH)),
     )
+
+
+def _best(step: _Step, operations: Sequence[StepOperation]) -> tuple[str, ...]:
+    """Return the strategy of each operation that is best for the step, the others' given."""
+    chosen = (LIBRARY,) * len(operations)
+    least_us = WORTH * step.time_us(chosen)
+    for _, (at, one) in itertools.product(range(2), enumerate(operations)):
+        ways = [(*chosen[:at], name, *chosen[at + 1 :]) for name in one.times_us]
+        best = min(ways, key=step.time_us)
+        if step.time_us(best) < step.time_us(chosen) - least_us:
+            chosen = best
+    return chosen
 
 
 def _kind_of(node: TraceNode) -> Kind | None:
