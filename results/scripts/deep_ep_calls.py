@@ -1,6 +1,6 @@
 """DeepEP's calls by Sidelane on GPUs: bytes first, then times in graphs by number of compute units, and their parts.
 
-    torchrun --nproc-per-node 2 results/scripts/deep_ep.py
+    torchrun --nproc-per-node 2 results/scripts/deep_ep_calls.py
 
 Tokens of 7,168 elements with 8 of 256 experts each: 4,096 of a rank by ``dispatch`` and ``combine``, 128 by the
 low-latency calls. Graphs of 5 or 20 calls, the median of five samples, the slowest rank. One GPU runs it, too, to see
