@@ -395,16 +395,6 @@ def test_the_command_takes_the_folder(tmp_path, capsys):
     assert found["gemms/median"]["role"] == "held_out", "it is fitted to GEMMs of gemms.json"
 
 
-def test_rows_of_many_sizes_share_a_line_of_the_picture():
-    ids = (
-        "h200x4/collectives/all_gather/896M/in place/dma b2b",
-        "h200x4/c3/cb1_1G/all_gather/conccl",
-        "h200x4/gemms/1x2x3",
-    )
-    groups = [command._group(claim_id.partition("/")[2]) for claim_id in ids]
-    assert groups == ["collectives all_gather dma b2b", "all_gather conccl", "gemms"]
-
-
 @pytest.mark.parametrize(("name", "worst"), [("h200x4", 0.15), ("h100x4", 0.26)])
 def test_layers_that_nothing_was_fitted_to(name, worst):
     """The library's own choices on an H100 are what docs/lab/model.md says."""
