@@ -30,12 +30,12 @@ from docs.measured import (
 MACHINES = {"h200x4": "four H200s", "h200x2": "two H200s"}
 GROUP, ENABLE, COMMUNICATOR = '`"sidelane"`', "`fsdp.enable`", "`Communicator`"
 KERNELS, COPIES = "kernels", "copy engines"
-BY_NCCL = ("serial", "c3_base", "c3_sp", "priority", "c3_rp", "nccl_ce")
+BY_NCCL = ("serial", "c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp", "c3_target", "nccl_ce")
 """Ways of a pair that need nothing of Sidelane: order, priority, NCCL's CTAs and its copy engines."""
 
 
 MS, US = ("step_ms", "ms"), ("time_us", "us")
-WAY: tuple[Where, Where] = {"way": "nccl"}, {"way": "group"}
+WAY: tuple[Where, Where] = {"way": ("nccl", "symm_mem")}, {"way": "group"}
 STEP: tuple[Where, Where] = {"implementation": ("nccl", "nccl_ce")}, {"implementation": "sidelane"}
 CALL: tuple[Where, Where] = {"implementation": ("nccl", "nccl_ce", "symm_mem")}, AUTO
 PAIR: tuple[Where, Where] = {"strategy": BY_NCCL}, {"strategy": "auto"}
@@ -48,7 +48,7 @@ LINES: list[Line] = [
     ("the same, 64 sequences, in vLLM 0.26.0's layers, compared with vLLM's kernel", "plug-in", KERNELS,
      "h200x2/servers.json",
      {"model": "llama-3.1-8b", "sequences": 64, "peers": "nvlink", "batch_invariant": False},
-     ({"implementation": "custom"}, {"implementation": "sidelane_norm"}), ("ms_per_token", "ms")),
+     ({"implementation": ("nccl", "custom")}, {"implementation": "sidelane"}), ("ms_per_token", "ms")),
     ("the same in batch-invariant mode, where vLLM takes NCCL", "plug-in", KERNELS, "h200x2/servers.json",
      {"model": "llama-3.1-8b", "sequences": 64, "peers": "nvlink", "batch_invariant": True},
      ({"implementation": ("nccl", "vllm")}, {"implementation": "sidelane"}), ("ms_per_token", "ms")),
@@ -87,9 +87,9 @@ def headline() -> Cells:
 
 def over_all_sizes() -> Cells:
     """Return geometric means of collectives on two and four H200s."""
-    newest = of_collectives.by_size("h200x2", *of_collectives.WAYS, newest=True)
-    four = of_collectives.by_size("h200x4", *of_collectives.WAYS, *of_collectives.LISTS)
-    files = [of_collectives.NEWEST] * 2 + ["collectives.json"] * 2 + ["broadcasts.json", "lists.json"]
+    newest = of_collectives.by_size("h200x2", "collectives", newest=True)
+    four = of_collectives.by_size("h200x4", *of_collectives.LISTS)
+    files = [of_collectives.NEWEST] * 2 + [f"{kind}.json" for kind in of_collectives.LISTS for _ in of_collectives.WAYS]
     lines = [(line, "two H200s", "h200x2") for line in newest[1:]] + [(line, "four", "h200x4") for line in four[1:]]
     return [
         [*newest[0], "measured"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from docs.measured import (
     AUTO,
     BROADCAST,
@@ -37,7 +39,7 @@ from docs.measured import (
 MOVED_AND_REDUCED = (GATHER, EXCHANGE, SCATTERED, REDUCED)
 NEWEST = "collectives-nccl-2.32.json"
 WAYS = {"graph": "in CUDA graphs", "eager": "eager"}
-LISTS = {"broadcasts": "broadcasts", "lists": "lists of eight tensors"}
+LISTS = {"collectives": "", "broadcasts": "broadcasts, ", "lists": "lists of eight tensors, "}
 ONE_CALL: Where = {"variant": ("one_shot", "two_shot", "b2b", "b2b+graph", "striped", "alternating")}
 SEPARATE = tuple(f"{name}+separate" for name in ("one_shot", "two_shot", "b2b", "b2b+graph", "striped", "alternating"))
 SIZES_OF_LISTS = [64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB, 256 * MIB]
@@ -55,24 +57,21 @@ CLASSES = {
 def by_size(machine: str, *kinds: str, newest: bool = False) -> Cells:
     """Return geometric means, by size class, of how many times as fast ``auto`` is as the best of NCCL and PyTorch.
 
-    Each way to call that was measured counts once. Kinds are ``graph``, ``eager``, ``broadcasts`` and ``lists``.
+    Each way to call that was measured counts once. Kinds are ``collectives``, ``broadcasts`` and ``lists``.
     """
     cells = [["times as fast", *CLASSES, "slower by 2%"]]
-    for kind in kinds:
-        name = NEWEST if newest else "collectives.json" if kind in WAYS else f"{kind}.json"
-        points = ratios(rows_of(f"{machine}/{name}"))
-        if kind in WAYS:
-            points = {key: value for key, value in points.items() if key[3] == kind}
+    for kind, launch in itertools.product(kinds, WAYS):
+        points = ratios(rows_of(f"{machine}/{NEWEST if newest else f'{kind}.json'}"))
+        if kind == "lists":  # broadcasts beside others are older: they are measured apart (tools/measure_node.py)
+            points = {key: value for key, value in points.items() if key[0] != BROADCAST}
+            points |= ratios(row for row in rows_of(f"{machine}/broadcasts.json") if row["tensors"] != 1)
         elif kind == "broadcasts":
             points = {key: value for key, value in points.items() if key[4] == 1}
-        else:  # broadcasts are measured by themselves (tools/measure_node.py): those beside other lists are older
-            broadcast = ratios(rows_of(f"{machine}/broadcasts.json"))
-            points = {key: value for key, value in points.items() if key[0] != BROADCAST}
-            points |= {key: value for key, value in broadcast.items() if key[4] != 1}
-        classes = [[v for k, v in points.items() if least <= k[1] < most] for least, most in CLASSES.values()]
-        means = [two(geometric_mean(values)) if values else "" for values in classes]
-        slower = f"{sum(value < 0.98 for value in points.values())} of {len(points)}"
-        cells.append([{**WAYS, **LISTS}[kind], *means[:-1], f"**{means[-1]}**", slower])
+        values = {key: value for key, value in points.items() if key[3] == launch}
+        classes = [[v for k, v in values.items() if least <= k[1] < most] for least, most in CLASSES.values()]
+        means = [two(geometric_mean(one)) if one else "" for one in classes]
+        slower = f"{sum(value < 0.98 for value in values.values())} of {len(values)}"
+        cells.append([f"{LISTS[kind]}{WAYS[launch]}", *means[:-1], f"**{means[-1]}**", slower])
     return cells
 
 
