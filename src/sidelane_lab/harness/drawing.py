@@ -124,8 +124,8 @@ def plain_name(name: str, *, on_cpu: bool = False) -> str:
         name: of a result file.
         on_cpu: the vendor's library is Gloo, not NCCL.
 
-    >>> plain_name("nccl_ce"), plain_name("c3_sp", on_cpu=True), plain_name("ring")
-    ('NCCL on copy engines', 'Gloo, launched first', 'ring')
+    >>> plain_name("nccl_ce"), plain_name("c3_sp", on_cpu=True), plain_name("new")
+    ('NCCL on copy engines', 'Gloo, launched first', 'new')
     """
     first, *rest = name.split(", ")
     plain = NAMES.get(first, first).format(library="Gloo" if on_cpu else "NCCL").replace("Gloo kernels", "Gloo")

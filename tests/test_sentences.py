@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FIGURES: list[dict[str, Any]] = tomllib.loads((ROOT / "tests/figures.toml").read_text(encoding="utf-8"))["figure"]
+FIGURES: list[dict[str, Any]] = tomllib.loads((ROOT / "tests/sentences.toml").read_text(encoding="utf-8"))["figure"]
 OF_ROW = "step_ms", "ms_per_token", "time_us"
 
 
