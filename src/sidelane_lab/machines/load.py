@@ -30,7 +30,7 @@ RUNS = {"measured": RunStatus.MEASURED, "never": RunStatus.UNRUN, "unsupported":
 """Values of ``runs``. A machine takes over only ``unsupported`` from its base: AMD GPUs, which never ran Sidelane."""
 MOST_NODES = 1024
 """Nodes at the most of a machine that the catalogue describes with two."""
-NOT_THE_NAME = re.compile(r"\d+ ?gb|nvidia|amd|instinct|geforce|rtx|sxm\d?|hgx|nodes?|gpus?|\bof\b|[-_*]")
+NOT_THE_NAME = re.compile(r"\d+ ?gb|hbm\w*|nvidia|amd|instinct|geforce|rtx|sxm\d?|hgx|nodes?|gpus?|\bof\b|[-_*]")
 """Parts of the names that people write which say nothing more than the GPU does."""
 OF_ONE_GPU = ("power",)  # optional sections that a machine with other GPUs does not take over from its base
 QUANTITY_KEYS = ("value", "source", "of", "low", "high")
@@ -74,6 +74,8 @@ def canonical_name(text: str) -> str:
 
     >>> [canonical_name(text) for text in ("8 x H100 SXM", "2x8xh100", "DGX-H100", "256xMI300X", "2xRTX4090", "h200x4")]
     ['h100x8', 'h100x8x2', 'h100x8', 'mi300x8x32', '4090x2', 'h200x4']
+    >>> canonical_name("8 x NVIDIA H100 80GB HBM3"), canonical_name("2 x NVIDIA GeForce RTX 4090")  # as torch has them
+    ('h100x8', '4090x2')
     """
     known, largest = machine_names(), dict[str, int]()
     for gpu, gpus in re.findall(r"(?m)^(\w+?)x(\d+)(?:x\d+)?$", "\n".join(known)):
