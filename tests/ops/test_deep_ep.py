@@ -271,6 +271,35 @@ def test_graphs_hold_calls_whose_routing_changes(group: dist.ProcessGroup) -> No
         graph.reset()
 
 
+@on_ranks(2, interpreted=True)
+@on_ranks(gpu=fused)
+def test_a_handle_needs_no_more_than_the_dispatch_that_made_it(group: dist.ProcessGroup) -> None:
+    """No memory: a graph captures the next dispatch at once. Tokens have an odd number of experts."""
+    with buffer_of(group) as buffer:
+        n, rank = buffer.group_size, buffer.rank
+        xs, gates = torch.arange(n * 80.0).view(n, 5, 16), torch.rand(5, 3)
+        chosen = torch.arange(15).view(5, 3) % (3 * n)
+        options = dict(zip(LAYOUT, buffer.get_dispatch_layout(chosen, 3 * n), strict=False))
+        for of in (lambda x: (x.bfloat16(),), float8_and_scales):
+            given = of(xs[rank])
+            x: Any = given if len(given) > 1 else given[0]
+            found, experts, _, _, handle, _ = buffer.dispatch(x, topk_idx=chosen, topk_weights=gates, **options)
+            used = buffer.comm.memory().used
+            if gates.is_cuda:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                    again = buffer.dispatch(x, handle=handle)[0]
+                graph.replay()
+            else:
+                again = buffer.dispatch(x, handle=handle)[0]
+            assert buffer.comm.memory().used == used and experts is not None
+            assert experts.tolist() == [[0, 1, 2]] * len(experts)
+            for part in range(len(given)):
+                expected = torch.cat([of(each)[part][rank::n] for each in xs])
+                for rows in (found, again):
+                    assert torch.equal(bits(rows[part] if len(given) > 1 else rows), bits(expected))
+
+
 class FilledLate(deep_ep.EventOverlap):
     """The end of work that gives columns of matrices their values: on a GPU on a stream of its own, and late."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
@@ -376,23 +377,23 @@ def dispatch_gemm(comm: Communicator) -> Iterator[Launched]:
 
 
 def tokens(comm: Communicator) -> Iterator[Launched]:
-    """Skewed rows, two tiles next to each other of 16 columns, and one of the rows beside them."""
+    """Skewed rows, two tiles next to each other of 16 columns, and one of the rows beside them or none."""
     n, tiles = comm.world_size, TileSizes(16, 16, 16, 1, 1, group=2)
     counts = [[(7 * sender + 23 * peer + 20) % 50 for peer in range(n)] for sender in range(n)]
     got = [sum(row) for row in zip(*counts, strict=True)]
     rows = sum(counts[comm.rank])
-    x, beside = (torch.ones(rows, columns, dtype=torch.int16) for columns in (32, 16))
     places = torch.arange(rows, dtype=torch.int32)[:, None], torch.tensor(counts, dtype=torch.int32)
-    for units in (64, 4):
-        handle = TokenRows(comm, max(got), 32, 16, units, tiles=tiles)
+    handle = TokenRows(comm, max(got), 32, 24, tiles=tiles)
+    for units, across in itertools.product((64, 4), (1, 0)):
+        x, beside = (torch.ones(rows, columns, dtype=torch.int16) for columns in (32, 16 * across))
         shadow = token_rows.exchange_rows(
-            *(counts, handle.programs, 16, (2, 1), 32), most_rows=max(got), group=2, copies=units == 64
+            *(counts, handle.programs, 16, (2, across), 32), most_rows=max(got), group=2, copies=units == 64
         )
         yield Launched(
-            functools.partial(handle.run, x, beside, *places, got[comm.rank], (0, 0)),
+            functools.partial(handle.run, x, beside, *places, got[comm.rank], (0, 0), units),
             handle.kernel,
             placed(comm, "output", handle.output),
-            [without_counters(shadow, handle.kernel.flags * n)],
+            [without_counters(shadow, (handle.kernel.flags if units == 64 else 2) * n)],
         )
 
 

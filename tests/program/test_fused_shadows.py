@@ -250,6 +250,14 @@ def test_rows_that_are_copied_on_are_proved(counts: list[list[int]]) -> None:
                     )
                 ]
             )
+    for blocks in (1, 3):  # launches of one kernel with other columns beside, and on other numbers of units
+        launches = (blocks, (2, 1), True), (1, (2, 1), False), (blocks, (2, 0), True)
+        verify_sequence(
+            [
+                token_rows.exchange_rows(counts, units, 2, across, 8, most_rows=8, group=2, copies=copies)
+                for units, across, copies in launches
+            ]
+        )
 
 
 def test_mistakes_of_rows_that_are_copied_on_are_refused() -> None:

@@ -14,8 +14,8 @@ from sidelane.ops.expert_slots import assign_slots, spread_float8, spread_rows
 from sidelane.ops.experts import exchange_rows, sum_rows
 from sidelane.ops.handle import cached_object, power_of_two
 from sidelane.ops.operands import in_rows
-from sidelane.ops.rows import quantized_rows
-from sidelane.ops.token_rows import TokenRows
+from sidelane.ops.rows import MOST_TERMS, quantized_rows
+from sidelane.ops.token_rows import WIDE_BESIDE, TokenRows
 from sidelane.session import Communicator
 
 LEAST_ROWS = 16
@@ -125,15 +125,17 @@ def send_tokens(
     """Return the rows of the tokens that arrive, [R, H], and what arrives of tensors of 4 bytes an element, [T, ...],
     which travel beside them.
     """
-    words = torch.cat([part.contiguous().view(torch.int16) for part in beside], 1) if beside else None
-    moved = in_rows(rows).view(torch.int16)
-    shape = handle.most_rows, moved.shape[1], 0 if words is None else words.shape[1], units
+    moved, given = in_rows(rows).view(torch.int16), [part.contiguous().view(torch.int16) for part in beside]
+    columns, widths = moved.shape[1], [part.shape[1] for part in given]
+    widths.append(-sum(widths) % WIDE_BESIDE)  # of no meaning
+    words = torch.cat([*given, moved.new_empty(len(rows), widths[-1])], 1)
+    # Room for scales of 128 elements in float8, experts and gates: a dispatch by a handle makes nothing new.
+    most = max(sum(widths), 4 * MOST_TERMS + -(-columns // 32))
+    shape = handle.most_rows, columns, most + -most % WIDE_BESIDE
     sender = cached_object(comm, (TokenRows, *shape), lambda: TokenRows(comm, *shape))
-    found, came = sender.run(moved, words, handle.leaving, handle.counts, handle.received, handle.own)
-    parts = came.split([2 * part.shape[1] for part in beside], 1) if came is not None else []
-    return found.view(rows.dtype), [
-        part.contiguous().view(given.dtype) for part, given in zip(parts, beside, strict=True)
-    ]
+    found, came = sender.run(moved, words, handle.leaving, handle.counts, handle.received, handle.own, units)
+    parts = zip(came.split(widths, 1), beside, strict=False)
+    return found.view(rows.dtype), [part.contiguous().view(like.dtype) for part, like in parts]
 
 
 def bring_back(comm: Communicator, rows: Tensor, handle: DispatchHandle, units: int) -> Tensor:

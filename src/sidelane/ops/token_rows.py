@@ -58,21 +58,24 @@ from sidelane.session import Communicator
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
 LEAST_UNITS = 64
-"""Least number of compute units on which the kernel copies (results/h200x2/deep_ep.txt)."""
+"""Least number of compute units on which the kernel copies. With 32 the flags of tiles took longer than an exchange and
+a copy (results/h200x2/deep_ep.txt); what runs below 64 now has not been timed."""
 
 WIDE = 8
 """Number of columns of which widths are multiples where 16 bytes are loaded and stored at a time."""
 
+WIDE_BESIDE = 16 * WIDE
+"""Number of columns beside of whose multiples Triton makes one kernel: a capture may be the first call without any."""
+
 
 class TokenRows(KernelHandle):
-    """Flags and buffer of rows that travel, for one shape. Collective: alike on all ranks.
+    """Flags and buffer of rows that travel, for one width and what is beside. Collective: alike on all ranks.
 
     Args:
         comm: communicator of the ranks.
         most_rows: C, largest number of rows that any rank gets in a call.
         columns: H, number of columns of the rows.
-        beside: S, number of columns of the tensor beside them; 0 for none.
-        units: largest number of compute units of the kernel.
+        room: largest S, number of columns of the tensor beside them, of any call.
         tiles: sizes of its tiles.
     """
 
@@ -81,44 +84,49 @@ class TokenRows(KernelHandle):
         comm: Communicator,
         most_rows: int,
         columns: int,
-        beside: int,
-        units: int,
+        room: int,
         *,
         tiles: TileSizes = ROW_TILES,
     ) -> None:
-        self.comm, self.most_rows, self.columns, self.beside, self._tiles = comm, most_rows, columns, beside, tiles
+        self.comm, self.most_rows, self.columns, self._tiles = comm, most_rows, columns, tiles
         self._limit: dict[str, Any] = register_limit(64, tiles.warps, tiles.per_unit)
-        across = -(-columns // tiles.columns) + -(-beside // tiles.columns)
+        across = -(-columns // tiles.columns) + -(-room // tiles.columns)
         most_tiles = -(-most_rows // (tiles.rows * tiles.group)) * tiles.group * across
         needed = most_tiles + (comm.world_size - 1) * across
-        self.programs = min(programs_of(comm, needed, tiles.per_unit), units * tiles.per_unit)
-        self._copies, self._turn = units >= LEAST_UNITS, buffer_lock(comm)
+        self.programs, self._turn = programs_of(comm, needed, tiles.per_unit), buffer_lock(comm)
         self._counters = persistent(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
-        self.output = comm.empty(most_rows * (columns + beside), dtype=torch.int16)
+        self.output = comm.empty(most_rows * (columns + room), dtype=torch.int16)
         self._addresses = comm.peers(self.output)  # now, as the first launch may be captured
-        self.kernel = comm.load_kernel(_exchange_rows, flags=1 + (most_tiles if self._copies else 1))
+        self.kernel = comm.load_kernel(_exchange_rows, flags=1 + most_tiles)
 
     def run(
-        self, x: Tensor, beside: Tensor | None, leaving: Tensor, counts: Tensor, received: int, stays: tuple[int, int]
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        x: Tensor,
+        beside: Tensor,
+        leaving: Tensor,
+        counts: Tensor,
+        received: int,
+        stays: tuple[int, int],
+        units: int,
+    ) -> tuple[Tensor, Tensor]:
         """Return the rows that come from rank 0, from rank 1, and so on, [received, H], and those of ``beside``.
 
         Args:
             x: rows, int16, neighbours in a row are neighbours in memory.
-            beside: more rows like them; None if S is 0.
+            beside: more rows like them, of S columns; 0 columns for none.
             leaving: numbers of the rows for rank 0, for rank 1, and so on, int32[R, 1]; all of ``counts`` are there.
             counts: number of rows from rank i to rank j in row i, column j, int32[N, N].
             received: number of rows that come here, the sum of its column.
             stays: first one of these that was here before, and the row behind the last one.
+            units: largest number of compute units of the kernel, the same on all ranks.
         """
-        into = x.new_empty(received, self.columns)
-        beside_into = None if beside is None else x.new_empty(received, self.beside)
-        given = [x] if beside is None else [x, beside]
-        widths = x.stride(0), 0 if beside is None else beside.stride(0), self.columns, self.beside
-        unit = 1 if any(width % WIDE for width in widths) or any(part.data_ptr() % 16 for part in given) else WIDE
+        into, beside_into = (x.new_empty(received, part.shape[1]) for part in (x, beside))
+        widths = x.stride(0), beside.shape[1] and beside.stride(0), self.columns, beside.shape[1]
+        unit = 1 if any(width % WIDE for width in widths) or (x.data_ptr() | beside.data_ptr()) % 16 else WIDE
+        programs, copies = min(self.programs, units * self._tiles.per_unit), units >= LEAST_UNITS
         with self._turn:  # until rows have been copied
             self.kernel.launch(
-                (self.programs,),
+                (programs,),
                 self._addresses,
                 self._counters,
                 x,
@@ -134,16 +142,15 @@ class TokenRows(KernelHandle):
                 ROWS=self._tiles.rows,
                 COLS=self._tiles.columns,
                 GROUP=self._tiles.group,
-                COPIES=int(self._copies),
+                COPIES=int(copies),
                 num_warps=self._tiles.warps,
                 **self._limit,
             )
-            if not self._copies:
-                came = self.output.split([self.most_rows * self.columns, self.most_rows * self.beside])
-                for to, rows in zip((into, beside_into), came, strict=True):
-                    if to is not None:
-                        to[: stays[0]] = rows.view(self.most_rows, -1)[: stays[0]]
-                        to[stays[1] :] = rows.view(self.most_rows, -1)[stays[1] : received]
+            if not copies:
+                for to, first in ((into, 0), (beside_into, self.most_rows * self.columns)):
+                    rows = self.output[first:][: self.most_rows * to.shape[1]].view(self.most_rows, to.shape[1])
+                    to[: stays[0]] = rows[: stays[0]]
+                    to[stays[1] :] = rows[stays[1] : received]
         return into, beside_into
 
 
