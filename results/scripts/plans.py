@@ -75,6 +75,10 @@ def compared(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, float] = {}
     if ours is not None:
         found = {"measured_ms": ours["step_ms"], "off_percent": 100 * (row["predicted_ms"] / ours["step_ms"] - 1)}
+        if row["library_ms"]:
+            predicted_ms, saved_ms = (row["library_ms"] - ms for ms in (row["predicted_ms"], ours["step_ms"]))
+            found |= {"predicted_saved_ms": predicted_ms, "measured_saved_ms": saved_ms}
+            found["saved_off_percent"] = 100 * (predicted_ms / saved_ms - 1)
     for name, measured in (("library_exposed", library), ("exposed", ours)):
         exposed = (measured or {}).get("exposed_ms")
         if exposed:

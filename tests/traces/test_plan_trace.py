@@ -19,6 +19,7 @@ from sidelane_lab.model.gangs import engine_gangs, library_gangs
 from sidelane_lab.model.kernels import dma_us, library_gang
 from sidelane_lab.model.layer import ELEMENT, MODELS, Step
 from sidelane_lab.model.training import BESIDE_COPIES, ordinary, step_kernels, sustained
+from sidelane_lab.traces.command import operations_table
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
 from sidelane_lab.traces.kineto import read_kineto
 from sidelane_lab.traces.strategies import ENGINES, KERNELS, LIBRARY, STRAIGHT, TracePlan, plan_trace
@@ -243,6 +244,32 @@ def test_traces_that_can_not_be_planned_are_refused(nodes: list[TraceNode], mach
         planned(*nodes, machine=machine)
 
 
+@pytest.mark.parametrize(("each", "nelems", "took", "off"), [(10, 1 << 22, 60.0, 0.012), (100, 1 << 10, 10.0, 2e-4)])
+def test_savings_are_between_two_modelled_steps(
+    tmp_path: Path, each: int, nelems: int, took: float, off: float
+) -> None:
+    """The model's step with the library is longer than the recording, by more than any strategy saves."""
+    events = [kernel(f"gemm_{at % 7}", 52.0 * at, 50.0) for at in range(100)]
+    gathered = {**NCCL, "In msg nelems": nelems}
+    events += [kernel("ncclDevKernel_AllGather", 52.0 * at + 5, took, 20, **gathered) for at in range(0, 100, each)]
+    path = written(tmp_path / "step.json", events)
+    found = plan_trace(find("h200x2"), read_kineto(path))
+    assert found.library_us == 5198.0 and found.modelled_us / found.library_us - 1 == pytest.approx(off, rel=0.1)
+    (operation,) = found.operations
+    us, strategy = min((us, name) for name, us in operation.steps_us.items())
+    assert found.library_us < us < found.modelled_us
+    shown = run("--trace", path).output
+    is_saving = found.modelled_us - us > 5e-4 * found.modelled_us
+    assert is_saving == (each == 10)
+    assert found.chosen == (strategy if is_saving else LIBRARY,)
+    assert found.single == ((operation, strategy, found.modelled_us - us) if is_saving else None)
+    assert found.library_us - found.best_us == pytest.approx(found.modelled_us - us if is_saving else 0.0)
+    saves = f"{(found.modelled_us - us) / 1e3:.2f}"
+    assert saves == operations_table(found).lines[0].cells[-3]
+    assert (f"by {strategy}, {saves} ms" in shown) == ('backend="sidelane"' in shown) == is_saving
+    assert ("saves more than 0.05%" in shown) == ("Leave the vendor's library" in shown) == (not is_saving)
+
+
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(command, [str(one) for one in arguments])
 
@@ -252,6 +279,7 @@ def test_the_command_answers_first(tmp_path: Path) -> None:
     shown = run("--trace", path, "--json", json_path)
     assert shown.exit_code == 0, shown.output
     lines = shown.output.splitlines()
+    assert "a step takes longer with the profiler" in shown.output and "docs/guide/start-planning.md" in shown.output
     assert lines[0].startswith(
         "the whole trace takes 0.97 ms, as recorded on 2 x NVIDIA H200: 2 collectives take 0.30 ms"
     )

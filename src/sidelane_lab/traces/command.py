@@ -14,7 +14,16 @@ from sidelane_lab.machines.spec import Machine, RunStatus
 from sidelane_lab.model.serving import RUNS
 from sidelane_lab.traces.graph import NodeKind, TraceGraph
 from sidelane_lab.traces.kineto import read_kineto
-from sidelane_lab.traces.strategies import KERNELS, LIBRARY, STRAIGHT, STRATEGIES, StepOperation, TracePlan, plan_trace
+from sidelane_lab.traces.strategies import (
+    KERNELS,
+    LIBRARY,
+    STRAIGHT,
+    STRATEGIES,
+    WORTH,
+    StepOperation,
+    TracePlan,
+    plan_trace,
+)
 
 SHOWN = 2
 """Operations that the answer names."""
@@ -71,8 +80,11 @@ def answer(planned: TracePlan) -> list[str]:
         f"{trace.step} takes {_ms(step_us)} ms, {where}: {len(calls)} collectives take {_ms(moving_us)} ms, of which "
         f"{_ms(planned.exposed_us)} ms ({_percent(planned.exposed_us, step_us)}) are exposed."
     ]
-    exposed = sorted(planned.operations, key=lambda one: -one.exposed_us)[:SHOWN]
-    named = [f"{name_of(one)} {_ms(one.exposed_us)} ms ({_why(one)})" for one in exposed if one.exposed_us]
+    named = [
+        f"{name_of(one)} {_ms(one.exposed_us)} ms ({_why(one)})"
+        for one in sorted(planned.operations, key=lambda one: -one.exposed_us)[:SHOWN]
+        if one.exposed_us
+    ]
     lines += [f"Most exposed in the recording: {'; '.join(named)}."] * bool(named)
     if planned.host_us > HOST_SHARE * step_us:
         lines.append(
@@ -82,27 +94,26 @@ def answer(planned: TracePlan) -> list[str]:
     if not planned.operations:
         lines.append("The trace has no bytes of collectives: record the step with PyTorch 2.2 or later.")
     elif planned.single is None:
-        lines.append("No operation would be faster for the step with another strategy.")
+        lines.append(f"No operation saves more than {WORTH:.2%} of the step with another strategy.")
     else:
         one, strategy, saved = planned.single
         lines.append(
             f"The single change that gives most: {name_of(one)} by {WORDS.get(strategy, strategy)}, "
             f"{_ms(saved)} ms ({_percent(saved, step_us)})."
         )
-        best = planned.best_us
         lines.append(
-            f"With the best strategy for each operation: {_ms(best)} ms, {_percent(step_us - best, step_us)} less; "
-            f"{_ms(best - planned.silent_us)} ms stay exposed."
+            f"With the best strategy for each operation: {_ms(planned.best_us)} ms, "
+            f"{_percent(step_us - planned.best_us, step_us)} less; {_ms(planned.best_us - planned.silent_us)} ms stay "
+            "exposed."
         )
     lines.append(_to_write(planned))
     lines.append(
-        f"How sure: {RUNS.get(planned.machine.runs, planned.machine.runs)}; errors of steps: docs/lab/model.md."
+        f"How sure: {RUNS.get(planned.machine.runs, planned.machine.runs)}; a step takes longer with the profiler than "
+        "without it; errors: docs/guide/start-planning.md."
     )
-    left = ["peers that are late", "what kernels move through memory"]
-    left += [f"{planned.kept} collectives whose bytes the trace lacks (a warm-up before a CUDA graph has them)"] * (
-        planned.kept > 0
-    )
-    return [*lines, f"Not modelled: {', '.join(left)}."]
+    lacking = f", {planned.kept} collectives whose bytes the trace lacks (a warm-up before a CUDA graph has them)"
+    left = lacking * (planned.kept > 0)
+    return [*lines, f"Not modelled: peers that are late, what kernels move through memory{left}."]
 
 
 def _to_write(planned: TracePlan) -> str:
@@ -121,7 +132,7 @@ def operations_table(planned: TracePlan) -> Table:
     lines = []
     for one, strategy in zip(planned.operations, planned.chosen, strict=True):
         times = (f"{one.times_us[name]:.0f}" if name in one.times_us else MISSING for name in STRATEGIES[:-1])
-        step = planned.library_us - min((us for us in one.steps_us.values()), default=planned.library_us)
+        step = planned.modelled_us - min(one.steps_us.values(), default=planned.modelled_us)
         cells = (name_of(one), str(len(one.calls)), str(one.ranks), _ms(one.recorded_us), _ms(one.exposed_us), *times)
         lines.append(Line((*cells, _ms(max(0.0, step)), strategy, _why(one))))
     notes = [
@@ -151,7 +162,7 @@ def operations_table(planned: TracePlan) -> Table:
 
 def rows(planned: TracePlan) -> list[dict[str, Any]]:
     """Return the objects that ``--json`` writes: the step, then its operations."""
-    names = ("is_same", "library_us", "best_us", "silent_us", "exposed_us", "host_us", "kept")
+    names = ("is_same", "library_us", "modelled_us", "best_us", "silent_us", "exposed_us", "host_us", "kept")
     step = {"trace": Path(planned.trace.source).name, "step": planned.trace.step}
     found: list[dict[str, Any]] = [step | {name: getattr(planned, name) for name in names}]
     for one, strategy in zip(planned.operations, planned.chosen, strict=True):

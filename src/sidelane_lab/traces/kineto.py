@@ -65,7 +65,8 @@ def read_kineto(path: Path) -> TraceGraph:
 
     Raises:
         OSError: the file can not be read.
-        ValueError: the file is cut or no trace of PyTorch's profiler, has nothing that ran on a GPU, or several GPUs.
+        ValueError: the file is cut or no trace of PyTorch's profiler, has nothing that ran on a GPU, or several GPUs,
+            or its description of the GPUs is damaged.
     """
     content = content_of(path)
     try:
@@ -93,10 +94,17 @@ def read_kineto(path: Path) -> TraceGraph:
     properties, distributed = (
         found.get(name) if isinstance(found, dict) else None for name in ("deviceProperties", "distributedInfo")
     )
-    device = properties[0].get("name") if isinstance(properties, list) and properties else ""
+    first = (properties or [{}])[0] if isinstance(properties, list | None) else None
+    if not isinstance(first, dict):
+        raise ValueError(f"plan: {path} needs a list of objects deviceProperties (value={str(properties)[:40]})")
     ranks = distributed.get("world_size") if isinstance(distributed, dict) else 0
-    ordered = tuple(_ordered(path, step, len(events), _in_graphs(step, events)))
-    return TraceGraph(str(path), ordered, str(device or ""), int(ranks) if _positive(ranks) else 0, words)
+    return TraceGraph(
+        str(path),
+        tuple(_ordered(path, step, len(events), _in_graphs(step, events))),
+        str(first.get("name") or ""),
+        int(ranks) if _positive(ranks) else 0,
+        words,
+    )
 
 
 def _last_step(events: Sequence[Any], nodes: Sequence[TraceNode]) -> tuple[str, list[TraceNode]]:

@@ -64,7 +64,7 @@ class StepOperation:
         exposed_us: recorded microseconds in which nothing else ran on the GPU.
         waiting: names of the kernels that began next, the most frequent first; empty where the host was late.
         times_us: microseconds of a call alone, by strategy.
-        steps_us: microseconds of the step with this operation alone by another strategy.
+        steps_us: modelled microseconds of the step with this operation alone by another strategy.
     """
 
     kind: Kind
@@ -93,8 +93,10 @@ class TracePlan:
         operations: of known bytes, the one that takes longest first.
         chosen: strategies by operation, those of the others are the library's.
         library_us: the step with the library on the machine, from its first kernel to the end of its last one.
-        best_us: the step with the chosen strategies.
-        silent_us: the step if collectives took no time.
+        modelled_us: the same by the model, from which steps with other strategies are subtracted: a recorded step and
+            its model may be some percent apart.
+        best_us: ``library_us`` less what the chosen strategies save.
+        silent_us: ``library_us`` less what it saves if collectives took no time.
         kept: number of collectives that keep their recorded time, as their bytes or their kind are unknown.
         host_us: microseconds of the recording in which nothing ran, but for the pauses of CUDA graphs.
     """
@@ -105,6 +107,7 @@ class TracePlan:
     operations: tuple[StepOperation, ...]
     chosen: tuple[str, ...]
     library_us: float
+    modelled_us: float
     best_us: float
     silent_us: float
     kept: int
@@ -117,14 +120,14 @@ class TracePlan:
 
     @property
     def single(self) -> tuple[StepOperation, str, float] | None:
-        """The change of one operation that saves most: operation, strategy, microseconds; None if none saves any."""
+        """The change of one operation that saves most: operation, strategy, microseconds; None: too little."""
         found = [
-            (self.library_us - us, at, name)
+            (self.modelled_us - us, at, name)
             for at, one in enumerate(self.operations)
             for name, us in one.steps_us.items()
         ]
         saved, at, name = max(found, default=(0.0, 0, ""))
-        return (self.operations[at], name, saved) if saved > WORTH * self.library_us else None
+        return (self.operations[at], name, saved) if saved > WORTH * self.modelled_us else None
 
 
 def plan_trace(
@@ -159,8 +162,8 @@ def plan_trace(
         tried.append(dataclasses.replace(one, steps_us={name: us for name, us in others.items() if name != LIBRARY}))
     chosen = _best(step, operations)
     begin, end = min(node.start_us for node in trace.nodes), end_us(trace.nodes)
-    in_graph = any(node.kind is NodeKind.LAUNCH for node in trace.nodes)
-    recorded_us = end - begin if is_same and not in_graph else library_us
+    is_recorded = is_same and not any(node.kind is NodeKind.LAUNCH for node in trace.nodes)
+    recorded_us = end - begin if is_recorded else library_us
     idle_us = end - begin - _Spans(gpu).covered_us(begin, end)
     known = {node.ident for one in operations for node in one.calls}
     return TracePlan(
@@ -170,6 +173,7 @@ def plan_trace(
         tuple(tried),
         chosen,
         recorded_us,
+        library_us,
         recorded_us + step.time_us(chosen) - library_us,
         recorded_us + step.time_us(None) - library_us,
         sum(node.kind is NodeKind.COLLECTIVE and node.ident not in known and node.duration_us > 0 for node in gpu),
@@ -184,7 +188,7 @@ def _best(step: _Step, operations: Sequence[StepOperation]) -> tuple[str, ...]:
     for _, (at, one) in itertools.product(range(2), enumerate(operations)):
         ways = [(*chosen[:at], name, *chosen[at + 1 :]) for name in one.times_us]
         best = min(ways, key=step.time_us)
-        if step.time_us(best) < step.time_us(chosen) - least_us:
+        if step.time_us(chosen) - step.time_us(best) > least_us:
             chosen = best
     return chosen
 
@@ -212,12 +216,12 @@ def _operations(machine: Machine, trace: TraceGraph, gpu: Sequence[TraceNode]) -
     found = []
     for (kind, nbytes, ranks), calls in alike.items():
         waiting = [exposed[node.ident][1] for node in calls if exposed[node.ident][1]]
-        ordered = sorted(dict.fromkeys(waiting), key=lambda name: -waiting.count(name))
-        one = StepOperation(kind, nbytes, ranks, tuple(calls), sum(exposed[n.ident][0] for n in calls), tuple(ordered))
+        ordered = tuple(sorted(dict.fromkeys(waiting), key=waiting.count, reverse=True))
         times = call_times(machine, kind, nbytes, ranks)
         if any(node.ident in emptied for node in calls) and not machine.through_host:
             times |= {STRAIGHT: times[ENGINES]}
-        found.append(dataclasses.replace(one, times_us=times))
+        exposed_us = sum(exposed[node.ident][0] for node in calls)
+        found.append(StepOperation(kind, nbytes, ranks, tuple(calls), exposed_us, ordered, times))
     longest = sorted(found, key=lambda one: -(one.recorded_us or one.times_us[LIBRARY] * len(one.calls)))
     return longest[:MOST_OPERATIONS]
 
