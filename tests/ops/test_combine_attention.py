@@ -170,7 +170,7 @@ def test_what_is_refused_on_one_rank_is_told_to_the_others(group: dist.ProcessGr
 @on_ranks(2, 3, interpreted=True)
 @on_ranks(gpu=fused)
 def test_other_numbers_of_tokens_on_a_rank_are_told_to_all(group: dist.ProcessGroup) -> None:
-    """Of calls that all ranks have made before, so that nothing else is compared."""
+    """The calls were made before on all ranks, so that nothing else is compared."""
     for method in METHODS:
         with communicator(group) as comm:
             given = [(torch.zeros(tokens, 8, 8), torch.zeros(tokens, 8)) for tokens in (3, 4)]

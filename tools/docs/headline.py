@@ -41,7 +41,7 @@ CALL: tuple[Where, Where] = {"implementation": ("nccl", "nccl_ce", "symm_mem")},
 PAIR: tuple[Where, Where] = {"strategy": BY_NCCL}, {"strategy": "auto"}
 E2E, FSDP, CLIENTS, C3 = (f"h200x2/{name}.json" for name in ("e2e", "fsdp-nccl-2.32", "clients", "c3"))
 Line = tuple[str, str, str, str, Where, tuple[Where, Where], tuple[str, str]]
-"""What runs, the door, what moves the bytes, file, columns of both sides, of each, and the times' with their unit."""
+"""Words for what runs, the door and what moves the bytes; file, columns of both sides and of each; column and unit."""
 LINES: list[Line] = [
     ("token of Llama 3.1 8B, 8 sequences, CUDA graph", GROUP, KERNELS, E2E,
      {"launch": "graph", "size": "llama-3.1-8b-x8"}, WAY, MS),
