@@ -192,7 +192,9 @@ class PoolOffsets:
         return reached if any(is_symmetric) else None, outcomes
 
     def note(self, posted: PostedOffsets, outcomes: Outcomes) -> bool:
-        """Remember the results of a comparison by storage. Return True if compiled code knows calls on one of them."""
+        """Remember the results of a comparison by storage. Return True if compiled code knows calls on one of them: it
+        then has to forget all of its calls.
+        """
         if len(self._known) >= self._most:
             # Living storages are never forgotten: this rank would compare again, and its peers would not.
             self._known = {key: found for key, found in self._known.items() if not found[0].expired()}
@@ -200,7 +202,10 @@ class PoolOffsets:
         for storage, outcome in zip(posted.storages, outcomes, strict=False):
             if storage is not None and outcome is not None:
                 self._known[storage._cdata] = StorageWeakRef(storage), storage.data_ptr(), outcome
-        return not self._passed.isdisjoint(each._cdata for each in posted.storages if each is not None)
+        if self._passed.isdisjoint(each._cdata for each in posted.storages if each is not None):
+            return False
+        self._passed.clear()
+        return True
 
     def _to_compare(
         self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]
