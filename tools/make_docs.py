@@ -1,4 +1,4 @@
-"""Write the pages and tables of docs/ that are made, from the code and from the files in results/.
+"""Write the pages and tables of docs/ and results/ that are made, from the code and from the files in results/.
 
     python tools/make_docs.py            # write them
     python tools/make_docs.py --check    # write nothing; exit status 1, and their names, if any is out of date
@@ -21,13 +21,13 @@ from docs import interface, reference, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES: dict[str, Callable[[], str]] = {
-    "reference/api.md": interface.index,
-    **{f"reference/api/{name}.md": functools.partial(interface.task_page, name) for name in interface.TASKS},
-    "reference/commands.md": reference.commands,
-    "reference/settings.md": reference.settings,
-    "reference/results.md": reference.result_files,
-    "reference/versions.md": versions.page,
-    "lab/files.md": reference.files,
+    "docs/reference/api.md": interface.index,
+    **{f"docs/reference/api/{name}.md": functools.partial(interface.task_page, name) for name in interface.TASKS},
+    "docs/reference/commands.md": reference.commands,
+    "docs/reference/settings.md": reference.settings,
+    "docs/reference/versions.md": versions.page,
+    "results/README.md": reference.files,
+    "results/keys.md": reference.result_files,
 }
 MARK, END = "<!-- table: ", "<!-- end of table -->"
 TABLE = re.compile(r"^<!-- table: ([\w-]+) -->\n(?:\|.*\n)*<!-- end of table -->$", re.MULTILINE)
@@ -37,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, and say what is out of date")
     check = parser.parse_args().check
-    made = {ROOT / "docs" / name: page() for name, page in PAGES.items()}
+    made = {ROOT / name: page() for name, page in PAGES.items()}
     pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "results" / "notes").glob("*.md")]
     for path in (ROOT / "README.md", *sorted(pages)):
         text = path.read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -22,10 +22,11 @@ from sidelane.cli.help import Commands
 from sidelane_lab.harness.study import Results, studies, study_of
 
 WIDTH = 116
+MAIN = cast(Commands, cli.main)
 
 OF_COMMANDS = (
-    "`sidelane COMMAND --help` prints the same on the terminal, with all options of the command. Options that several "
-    "commands share stand once, [at the end](#shared-options). [Where to begin](../guide/commands.md)."
+    "`sidelane COMMAND --help` prints the options of a command, with examples. The site that `make docs` builds shows "
+    "those of every command on this page. [Where to begin](../guide/commands.md)."
 )
 OF_VARIABLES = """
 A switch is `0` or `1`. An unknown variable whose name begins with `SIDELANE_` causes a warning. `sidelane tune` writes
@@ -49,7 +50,7 @@ comm = Communicator(config=Config(timeout_s=60, memory_bytes=1 << 30))
 OF_ROWS = """
 `--json FILE` makes a study write one JSON object. Its rows are flat, and their keys are fixed, since other tools read
 them. A row that could not run, or whose result was wrong, has no time and a `note` with the reason. When you compare
-rows of `collectives`, compare `tensors` as well. [List of the files](../lab/files.md)."""
+rows of `collectives`, compare `tensors` as well. [List of the files](README.md)."""
 COMMON = {
     "collective": "name of the collective, as `torch.distributed` has it.",
     "dtype": "dtype of the elements.",
@@ -64,23 +65,26 @@ COMMON = {
 }
 """Keys that have one meaning in all studies."""
 OF_FILES = """
-There is one folder for each machine, and one file for each study ([their keys](../reference/results.md)). `make results
-RESULTS=folder` measures most of them on a node of yours. Text files have several tables; the date and the commit are
-those of the first one. Notes on the measurements are [listed with the pages](../README.md#lab)."""
+There is one folder for each machine, and one file for each study ([their keys](keys.md)). `make results RESULTS=folder`
+measures most of them on a node of yours. Text files have several tables; the date and the commit are
+those of the first one. Notes on the measurements are [listed with the pages](../docs/README.md#lab)."""
 
 
 def commands() -> str:
-    """Return the page of every command with every option."""
-    main = cli.main
-    assert isinstance(main, Commands)
+    """Return the page of every command with a line for each."""
     lines = ["# Commands", "", *_filled(OF_COMMANDS)]
-    groups = main.headed()
-    for heading, names in groups.items():
+    for heading, names in MAIN.headed().items():
         lines += ["", f"**{heading}**", "", "| command | |", "|---|---|"]
-        lines += [f"| [`{name}`](#{name}) | {_paragraphs(main.find(name))[0]} |" for name in names]
+        lines += [f"| `{name}` | {_paragraphs(MAIN.find(name))[0]} |" for name in names]
+    return "\n".join(lines) + "\n"
+
+
+def options_of_commands() -> str:
+    """Return what the site appends to that page: every command with its options, then those that several share."""
+    lines: list[str] = []
     options = {
-        name: [one for one in main.find(name).params if isinstance(one, click.Option) and not one.hidden]
-        for names in groups.values()
+        name: [one for one in MAIN.find(name).params if isinstance(one, click.Option) and not one.hidden]
+        for names in MAIN.headed().values()
         for name in names
     }
     shared = [
@@ -89,7 +93,7 @@ def commands() -> str:
         if count > 2
     ]
     for name, some in options.items():
-        lines += ["", f"## {name}", "", *_one_command(name, main.find(name), some, shared)]
+        lines += ["", f"## {name}", "", *_one_command(name, MAIN.find(name), some, shared)]
     lines += ["", "## Shared options", "", *(line for text in shared for line in _filled(text, "- "))]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -159,13 +163,13 @@ def result_files() -> str:
         row = study_of(study).row
         summary = " ".join(inspect.cleandoc(row.__doc__ or "").split("\n\n")[0].split())
         lines += [f"## {study}", "", *_filled(to_markdown(summary)), "", *_described(row), ""]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines).replace("](../", "](../docs/").rstrip() + "\n"
 
 
 def files() -> str:
-    """Return the page of the files in results/."""
+    """Return the list of the files in results/."""
     lines = [
-        "# Files in results/",
+        "# Results",
         "",
         *_filled(OF_FILES),
         "",
@@ -178,7 +182,7 @@ def files() -> str:
         text = path.read_text(encoding="utf-8")
         content: Any = json.loads(text) if path.suffix == ".json" else _first_lines(text)
         content = content if isinstance(content, dict) else {"rows": content or ()}
-        line = [f"[{name}](../../results/{name})", content.get("study", path.stem), content.get("device", "")]
+        line = [f"[{name}]({name})", content.get("study", path.stem), content.get("device", "")]
         if content.get("gpus"):
             line[-1] = f"{content['gpus']} x {line[-1]}"
         line += [
@@ -285,4 +289,4 @@ def _typed(command: str) -> list[str]:
 
 def _linked(text: str) -> str:
     """Make links of pages of docs/, seen from one of its folders."""
-    return re.sub(r"\bdocs/([\w/-]*?)([\w-]+)\.md", r"[\2](../\1\2.md)", text)
+    return re.sub(r"(?<!/)\bdocs/([\w/-]*?)([\w-]+)\.md", r"[\2](../\1\2.md)", text)

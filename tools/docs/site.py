@@ -10,13 +10,22 @@ from typing import Any
 
 from docutils import nodes
 
+from docs import reference
 from docs.interface import INTERNAL, TASKS
 from docs.source import definition_of
 from docs.source import signature as written_signature
 from sidelane import errors
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = {ROOT / "README.md": ROOT / "docs" / "index.md", ROOT / "CHANGELOG.md": ROOT / "docs" / "changes.md"}
+ELSEWHERE = {
+    "index": ROOT / "README.md",
+    "changes": ROOT / "CHANGELOG.md",
+    "lab/files": ROOT / "results" / "README.md",
+    "reference/results": ROOT / "results" / "keys.md",
+}
+"""Pages of the site, and the files outside docs/ that they show."""
+
+PAGES = {source: ROOT / "docs" / f"{page}.md" for page, source in ELSEWHERE.items()}
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[\w-]+)?\)")
 
 SUBPAGES = {"decisions/README": ("[0-9]*",), "reference/api": tuple(f"api/{name}" for name in TASKS)}
@@ -32,13 +41,18 @@ MENTIONED = re.compile(r"\bdocs/([\w/-]+)\.md\b")
 def as_shown(page: str, text: str) -> str:
     """Return the source of a page, by its name without ``.md``.
 
-    The front page is the README. Folders and pages beside code and results, which a site does not have, become the list
-    of result files, and comments for docstrings the docstrings.
+    The front page is the README. Links to folders and to pages beside code and results, which a site does not have,
+    become links to the list of result files, and comments for docstrings become the docstrings.
     """
-    if page == "index":
-        text = _from_the_root("README.md") + "\n" + text[text.index("```{toctree}") :]
-    if page == "changes":
-        text = _from_the_root("CHANGELOG.md")
+    if source := ELSEWHERE.get(page):
+        place = (ROOT / "docs" / page).parent
+        shown = LINK.sub(
+            lambda match: f"]({os.path.relpath(source.parent / match[2], place)}{match[3] or ''})",
+            source.read_text(encoding="utf-8"),
+        )
+        text = shown + "\n" + "".join(text.partition("```{toctree}")[1:])
+    if page == "reference/commands":
+        text += reference.options_of_commands()
     if page in SUBPAGES:
         text += "\n```{toctree}\n:hidden:\n:glob:\n\n" + "\n".join(SUBPAGES[page]) + "\n```\n"
     if page.startswith("reference/api/"):
@@ -117,12 +131,6 @@ def _raised(names: str) -> str:
         return names
     each = names.split(", ")
     return ", ".join(f":exc:`{one}`" if hasattr(errors, one) else f"``{one}``" for one in each) + ":"
-
-
-def _from_the_root(name: str) -> str:
-    """Return a page of the root, with its links as pages of docs/ have them."""
-    text = LINK.sub(lambda match: f"](../{match[2]}{match[3] or ''})", (ROOT / name).read_text("utf-8"))
-    return text.replace("](../docs/", "](")
 
 
 def _link(page: str, match: re.Match[str]) -> str:
