@@ -60,6 +60,11 @@ LINES: list[Line] = [
      {"model": "llama-8b-like", "seq": 8192}, STEP, MS),
     ("FSDP2 step of Llama 3.2 3B, AdamW, 4 x 2048 tokens", ENABLE, COPIES, CLIENTS,
      {"program": "fsdp", "model": "llama-3.2-3b", "batch": 4}, (WAY[0], {"way": "enable"}), MS),
+    *(
+        (f"FSDP2 step of Mistral 7B, {optimizer}, {batch} x 2048 tokens", ENABLE, COPIES, CLIENTS,
+         {"program": "fsdp", "model": "mistral-7b", "batch": batch}, (WAY[0], {"way": "enable"}), MS)
+        for batch, optimizer in ((1, "AdamW"), (4, "SGD"))
+    ),
     ("DDP step of Llama 3.1 8B, AdamW, 1 x 2048 tokens", GROUP, "NCCL", CLIENTS,
      {"program": "ddp", "model": "llama-3.1-8b"}, WAY, MS),
     ("GEMM 8192x8192x8192 and all-gather of 896 MB", COMMUNICATOR, COPIES, C3,

@@ -15,7 +15,8 @@
 
 Names, arguments and results are those of DeepEP's first interface. What has no meaning on one node (bytes that are set
 aside, queue pairs, chunks of tokens, ``allocate_on_comm_stream``) is accepted and has no effect; what is missing is
-refused by its value before any rank moves a byte. The guide to fused operators has a program that runs.
+refused by its value before any rank moves a byte. DeepEP's second interface, ``ElasticBuffer``, is missing on purpose:
+servers look for it to choose between the two. docs/guide/deep-ep.md has a program that runs.
 """
 
 from sidelane.deep_ep.buffer import DeepEpBuffer as Buffer
