@@ -281,10 +281,10 @@ def task_page(name: str) -> str:
     for section in page.sections:
         found = [*_found(section)]
         lines += [f"## {section.title}", "", f"Import from `{section.module}`:", ""]
-        lines += ["| | |", "|---|---|", *(f"| `{_shown(one)}` | {first_line(one)} |" for one in found)]
+        lines += ["| name | meaning |", "|---|---|", *(f"| `{_shown(one)}` | {first_line(one)} |" for one in found)]
         for one in found:
             if isinstance(one, ast.ClassDef) and (methods := [*_methods(one)]):
-                lines += ["", f"### {one.name}", "", "| | |", "|---|---|"]
+                lines += ["", f"### {one.name}", "", "| name | meaning |", "|---|---|"]
                 lines += [f"| `{_shown(method)}` | {first_line(method)} |" for method in methods]
         lines += ["", *(f"<!-- docstring: {section.module}.{one.name} -->" for one in found), ""]
     return "\n".join(lines).rstrip() + "\n"

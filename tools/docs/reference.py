@@ -74,7 +74,7 @@ def commands() -> str:
     """Return the page of every command with a line for each."""
     lines = ["# Commands", "", *_filled(OF_COMMANDS)]
     for heading, names in MAIN.headed().items():
-        lines += ["", f"**{heading}**", "", "| command | |", "|---|---|"]
+        lines += ["", f"**{heading}**", "", "| command | purpose |", "|---|---|"]
         lines += [f"| `{name}` | {_paragraphs(MAIN.find(name))[0]} |" for name in names]
     return "\n".join(lines) + "\n"
 

@@ -32,7 +32,7 @@ SUBPAGES = {"decisions/README": ("[0-9]*",), "reference/api": tuple(f"api/{name}
 """Pages with a menu of their own, and the pages in it."""
 
 RAISED = re.compile(r"^:raises ([^:]*(?::\w+:`[^`]*`[^:]*)*):")
-METHODS = re.compile(r"^### \w+\n\n\| \| \|\n(?:\|.*\n)+\n", re.MULTILINE)
+METHODS = re.compile(r"^### \w+\n\n\| name \| meaning \|\n(?:\|.*\n)+\n", re.MULTILINE)
 ATTRIBUTE = re.compile(r"^:ivar ([\w, *]+):")
 TYPE = re.compile(r"^:vartype (\w+): (.*)$")
 MENTIONED = re.compile(r"\bdocs/([\w/-]+)\.md\b")
@@ -57,7 +57,7 @@ def as_shown(page: str, text: str) -> str:
         text += "\n```{toctree}\n:hidden:\n:glob:\n\n" + "\n".join(SUBPAGES[page]) + "\n```\n"
     if page.startswith("reference/api/"):
         text = METHODS.sub("", text)  # their docstrings follow
-        text = re.sub(r"Import from `(\S+)`:\n\n\| \| \|\n(?:\|.*\n)+", _linked_names, text)
+        text = re.sub(r"Import from `(\S+)`:\n\n\| name \| meaning \|\n(?:\|.*\n)+", _linked_names, text)
     text = re.sub(r"<!-- docstring: (\S+) -->", _docstring, text)
     return LINK.sub(lambda match: _link(page, match), text)
 
