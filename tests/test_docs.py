@@ -55,7 +55,7 @@ def test_cells_of_tables_are_short(page: Path) -> None:
 def test_pages_are_found_from_the_index_and_on_the_site() -> None:
     index, site = DOCS / "README.md", DOCS / "index.md"
     linked = {(DOCS / target).resolve() for target, _ in LINK.findall(text_of(index)) if target}
-    in_menu = {DOCS / f"{name}.md" for name in re.findall(r"^[\w/-]+$", text_of(site), re.MULTILINE)}
+    in_menu = {DOCS / f"{name}.md" for name in re.findall(r"^[\w/.-]+$", text_of(site), re.MULTILINE)}
     pages = {page for page in DOCS.rglob("*.md") if page not in DECISIONS and page.parent.name != "api"}
     assert pages - linked - {index, *SHOWN_ON_THE_SITE} == set()
     assert pages - in_menu - {site} == set()
