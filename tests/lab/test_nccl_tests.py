@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from sidelane import cli
 from sidelane_lab.harness import running
-from sidelane_lab.harness.study import Results
+from sidelane_lab.harness.study import Results, studies, study_of
 from sidelane_lab.studies import nccl_tests
 from sidelane_lab.studies.collectives import CollectiveRow, bus_gbps
 
@@ -167,9 +167,24 @@ def test_only_reasons_are_an_error_behind_the_table(monkeypatch: pytest.MonkeyPa
     assert len(json.loads(out.read_text())["rows"]) == 1
     monkeypatch.setattr(running, "run_ranks", MadeUpRanks(empty, row("all_reduce", 8192, False, 1.0)))
     assert call("all_reduce", "-g", "2").exit_code == 0
-    wrong = row("all_reduce", 4096, False, None, correct=False, note="it is 3")
-    monkeypatch.setattr(running, "run_ranks", MadeUpRanks(wrong))
-    assert call("all_reduce", "-g", "2").exit_code == 1
+
+
+def test_a_wrong_row_ends_every_command_with_1_and_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wrong = [row("all_reduce", size, False, None, correct=False, note="it is 3") for size in range(1, 11)]
+    right, here = row("all_reduce", 8192, False, 1.0, implementation="dma"), "--ranks 2 --device cpu"
+    monkeypatch.setattr(running, "run_ranks", MadeUpRanks(right, wrong[3]))
+    for line, name in (
+        ("nccl-tests all_reduce -g 2", "collectives"),
+        (f"collective {here} --collective all_reduce --max-bytes 4K", "collectives"),
+        (f"tune {here} --output {tmp_path / 'profile.json'}", "tune"),
+    ):
+        result = CliRunner().invoke(cli.main, [*line.split(), "--json", str(tmp_path / "out.json")])
+        told = f"Error: {name}: 1 of 2 rows are WRONG: bytes 4, implementation auto"
+        assert result.exit_code == 1 and told in result.stderr and (tmp_path / "out.json").exists(), result.output
+    monkeypatch.setattr(running, "run_ranks", MadeUpRanks(right, *wrong))
+    assert "10 of 11 rows are WRONG: bytes 1, implementation auto; bytes 2," in call("all_reduce", "-g", "2").stderr
+    # Those of heuristics are judgements.
+    assert all("correct" in study_of(name).row.__dataclass_fields__ for name in {*studies()} - {"heuristics"})
 
 
 def test_a_line_of_nccl_tests_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,12 +91,8 @@ def test_fused_operators_that_are_no_even_exchange_are_refused_among_many():
             predict_symmetric(TWO, operator)
     with pytest.raises(ValueError, match="value=1 node, allowed=several"):
         predict_symmetric(named("h100x8"), Embedding(64, 4, 4))
-    for words, problem in (
-        ("--ops gemv_all_reduce", "allowed=embedding_all_to_all, gemm_all_to_all on h100x8x2"),
-        ("--late 5", "--late, --occupancy (allowed=neither on h100x8x2"),
-    ):
-        shown = run(f"fused --machine h100x8x2 {words}")
-        assert shown.exit_code == 2 and problem in shown.output
+    shown = run("fused --machine h100x8x2 --ops gemv_all_reduce")
+    assert shown.exit_code == 2 and "allowed=embedding_all_to_all, gemm_all_to_all on h100x8x2" in shown.output
 
 
 def test_fused_takes_nodes_of_several_gpus(tmp_path: Path):

@@ -17,7 +17,6 @@ from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.cli.fused import FusedOptions
 from sidelane_lab.machines import ranges
 from sidelane_lab.machines.load import named
-from sidelane_lab.model.operators import ORDERS
 from sidelane_lab.model.panels import mark_cut
 from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers import command as claims
@@ -26,7 +25,6 @@ from sidelane_lab.papers import predictions as sim_study
 from sidelane_lab.papers.figure_command import FIGURES
 from sidelane_lab.papers.measurements import PairReadings
 from sidelane_lab.studies.collectives import CollectiveOptions
-from sidelane_lab.studies.fused import predict as sim_fused
 
 MACHINE = named("mi300x8")
 
@@ -183,13 +181,3 @@ def test_fused_operators_are_reported(tmp_path, capsys):
     assert content["numbers"]["fused.put_us"][1] == "assumed"
     trace = json.loads((tmp_path / "timeline-fused-remote_first.trace.json").read_text())
     assert {event["name"] for event in trace["traceEvents"]} >= {"remote work", "own work", "bytes"}
-
-
-def test_a_late_rank_and_a_smaller_grid_are_asked_for():
-    def kernel(**asked):
-        options = FusedOptions(ops=("embedding_all_to_all",), shapes=((1024, 64, 70),), **asked)
-        return next(row.time_us for row in sim_fused.predict(named("h200x4"), options) if row.schedule in ORDERS)
-
-    plain, late, half = (kernel(**asked) for asked in ({}, {"late_us": 50.0}, {"occupancy": 0.5}))
-    assert late == pytest.approx(plain + 50, rel=0.01)
-    assert half > 1.05 * plain

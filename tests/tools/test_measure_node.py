@@ -92,6 +92,7 @@ elif name == "grows":
         time.sleep(float(options[1]) + 0.5)
 elif name == "incorrect":
     write({"correct": False}, {"correct": True})
+    sys.exit("Error: lists: 1 of 2 rows are WRONG: all_gather")
 elif name == "text":
     file.write_text("machine: h200x4\\npassed 1 s a\\n")
 elif name != "nothing":

@@ -26,7 +26,9 @@ MAIN = cast(Commands, cli.main)
 
 OF_COMMANDS = (
     "`sidelane COMMAND --help` prints the options of a command, with examples. The site that `make docs` builds shows "
-    "those of every command on this page. [Where to begin](../guide/commands.md)."
+    "those of every command on this page. [Where to begin](../guide/commands.md). A command that measures compares "
+    "outputs with a reference. If one is wrong, it shows and writes all rows, names the wrong ones in its error, and "
+    "ends with exit status 1, as it does if nothing could be measured."
 )
 OF_VARIABLES = """
 A switch is `0` or `1`. An unknown variable whose name begins with `SIDELANE_` causes a warning. `sidelane tune` writes

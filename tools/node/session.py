@@ -142,9 +142,10 @@ class Session:
             )
         except KeyboardInterrupt as problem:
             interrupt, ended = problem, running.Ended("interrupted", time.monotonic() - began, is_late=True)
-        problem_text = ended.problem
+        # Of wrong rows the file says as much, and the next call would make them again.
+        problem_text = "" if "rows are WRONG:" in ended.problem and not ended.is_late else ended.problem
         try:
-            rows, wrong = self._folder.keep(part, is_whole=not ended.problem)
+            rows, wrong = self._folder.keep(part, is_whole=not problem_text)
         except (ValueError, OSError) as problem:
             rows, wrong, problem_text = state.rows, state.wrong, f"{problem_text}\n{problem}".strip()
         if not problem_text and not self._folder.has(part):

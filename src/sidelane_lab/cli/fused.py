@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from sidelane_lab.harness.help import HOW, OUTPUT
+from sidelane_lab.harness.help import OUTPUT
 from sidelane_lab.harness.options import (
     LAUNCHES,
     WRITTEN,
@@ -74,22 +74,10 @@ class FusedOptions(StudyOptions):
         group=OUTPUT,
         is_flag=True,
     )
-    occupancy: float | None = option(
-        "--occupancy",
-        None,
-        "With --machine: of fused kernels, up to 1.",
-        group=HOW,
-        predicted=True,
-        type=float,
-        show_default="all",
-    )
     results: Path | None = file_read(
         "--results",
         "A file of sidelane fused. With --machine: hold predictions against it. With --keep: keep its times.",
         group=OUTPUT,
-    )
-    late_us: float = option(
-        "--late", 0, "With --machine: the last rank begins so many us later.", group=HOW, predicted=True, type=float
     )
     implementations: tuple[str, ...] = implementations()
     warmup: int = 3
@@ -99,4 +87,4 @@ def _fused(machine: str, options: FusedOptions) -> None:
     loaded("papers.operator_results").main(machine, options)
 
 
-fused = study_command("fused", FusedOptions, _fused, ("ops", "shapes", "occupancy", "late_us", "results", *WRITTEN))
+fused = study_command("fused", FusedOptions, _fused, ("ops", "shapes", "results", *WRITTEN))

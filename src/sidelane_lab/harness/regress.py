@@ -128,11 +128,11 @@ def _timed(results: Results) -> dict[Key, FlatRow]:
     rows = [row for row in results.rows if _time_of(row)]
     if not rows:
         raise ValueError(f"regress: rows of {results.study} (value=no {', '.join(TIMES)}, allowed=one of them)")
-    timed = [(_key(row, results.software.get("nccl", "")), row) for row in rows]
+    timed = [(key_of(row, results.software.get("nccl", "")), row) for row in rows]
     keys = Counter(key for key, _ in timed)
     (key, count), *_ = keys.most_common(1)
     if count > 1:
-        raise ValueError(f"regress: {results.study}: {count} rows are one point (value={_text(key)}, allowed=one)")
+        raise ValueError(f"regress: {results.study}: {count} rows are one point (value={text_of(key)}, allowed=one)")
     return dict(timed)
 
 
@@ -141,7 +141,7 @@ def _time_of(row: FlatRow) -> str:
     return next((name for name in TIMES if getattr(row, name, None)), "")
 
 
-def _key(row: FlatRow, nccl: str) -> Key:
+def key_of(row: FlatRow, nccl: str = "") -> Key:
     """Return names and values of what is not measured; ``nccl``: the version of the file."""
     measured = {*MEASURED}
     if getattr(row, "nccl", "") not in ("", nccl):
@@ -177,7 +177,8 @@ def _figures_of(row: FlatRow) -> list[float]:
     return found
 
 
-def _text(key: Key, common: Sequence[tuple[str, object]] = ()) -> str:
+def text_of(key: Key, common: Sequence[tuple[str, object]] = ()) -> str:
+    """Return names and values in one line, without those that ``common`` has."""
     return ", ".join(
         name if value is True else f"{name} {value}"
         for name, value in key
@@ -229,7 +230,7 @@ def main(old: Path, new: Path, least: float, json: Path | None, *, is_whole: boo
         if points:
             console.print(_table(f"Points of {before.study} on {before.where} that are {title}", points).to_rich())
     if found.lost and is_whole:
-        say(console, f"{len(found.lost)} points have a time in {old} only, the first: {_text(found.lost[0])}")
+        say(console, f"{len(found.lost)} points have a time in {old} only, the first: {text_of(found.lost[0])}")
     source = f"nineteen of twenty of {found.library_points} points of other libraries stay within"
     say(console, f"noise: {100 * found.noise:.1f}%, {source if found.library_points else 'as asked for'} it")
     verdict = f"{len(slower)} slower, {len(faster)} faster of {len(found.points)} points; {found.new} new"
@@ -264,8 +265,8 @@ def _figures(point: Point) -> Mapping[str, float]:
 def _table(title: str, points: Sequence[Point]) -> Table:
     common = [pair for pair in points[0].key if all(pair in point.key for point in points)]
     lines = tuple(
-        Line((_text(point.key, common) or "-", f"{point.old:.4g}", f"{point.new:.4g}", f"{point.ratio:.3f}"))
+        Line((text_of(point.key, common) or "-", f"{point.old:.4g}", f"{point.new:.4g}", f"{point.ratio:.3f}"))
         for point in points
     )
-    notes = (f"all of them: {_text(tuple(common))}",) if common else ()
+    notes = (f"all of them: {text_of(tuple(common))}",) if common else ()
     return Table(title, ("<point", "old", "new", "new/old"), lines, notes, keys=1)

@@ -19,13 +19,14 @@ import rich.console
 import rich.progress
 
 from sidelane.cli.output import STDOUT
-from sidelane.errors import Page, UnavailableError
+from sidelane.errors import Page, SidelaneError, UnavailableError
 from sidelane.machine import local
 from sidelane_lab.harness import report
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane_lab.harness.options import StudyOptions
 from sidelane_lab.harness.parameters import refuse_unwritable
+from sidelane_lab.harness.regress import key_of, text_of
 from sidelane_lab.harness.study import FlatRow, Picture, R, Results, Study, collect, study_of
 from sidelane_lab.harness.terminal import progress_console, tables_console
 
@@ -129,9 +130,16 @@ class StudyFollower(Generic[R]):
 
 
 def run(options: StudyOptions) -> object:
-    """Run the study that the options are of, as its command does. Returns what the study returns."""
+    """Run the study that the options are of, as its command does. Returns what the study returns.
+
+    Raises:
+        SidelaneError: an output was wrong. All rows are published first.
+    """
     study = study_of(options.study)
-    return run_study(study, options) if study.main is None else study.main(options)
+    found = run_study(study, options) if study.main is None else study.main(options)
+    if isinstance(found, Results):
+        require_right(study.name, found.rows)
+    return found
 
 
 def run_study(
@@ -212,13 +220,24 @@ def require_measured(study: str, rows: Sequence[FlatRow]) -> None:
     Raises:
         UnavailableError: with their reasons.
     """
-    if not rows or any(not row.figures for row in rows):
-        return
-    if any(getattr(row, name) is not None for row in rows for name in row.figures):
+    if not rows or any(not row.figures or any(getattr(row, name) is not None for name in row.figures) for row in rows):
         return
     notes = dict.fromkeys(note for note in (getattr(row, "note", "") for row in rows) if note)
     why = "; ".join(notes) or "no output was right"
     raise UnavailableError(f"{study}: nothing was measured ({why})", page=Page.COMMANDS)
+
+
+def require_right(study: str, rows: Sequence[FlatRow]) -> None:
+    """Refuse wrong rows of any study: a script that reads only the exit status must see them.
+
+    Raises:
+        SidelaneError: with the names and values that tell the wrong rows from the others.
+    """
+    if wrong := [row for row in rows if getattr(row, "correct", None) is False]:
+        keys = [key_of(row) for row in rows]
+        common = [pair for pair in keys[0] if all(pair in key for key in keys)] if len(rows) > 1 else []
+        named = "; ".join(text_of(key_of(row), common) for row in wrong[:8]) + "; ..." * (len(wrong) > 8)
+        raise SidelaneError(f"{study}: {len(wrong)} of {len(rows)} rows are WRONG: {named}", page=Page.COMMANDS)
 
 
 def follow(

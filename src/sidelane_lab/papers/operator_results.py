@@ -7,7 +7,6 @@ after the other, and the fused kernel in each order. What the model does not spe
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -85,9 +84,9 @@ def main(machine_name: str, options: FusedOptions) -> None:
         ValueError: no such machine, options that the file has, or as :func:`predict` and :func:`hold`.
     """
     if options.results is None:
-        predict_study(machine_name, options, draw=functools.partial(draw, occupancy=options.occupancy))
+        predict_study(machine_name, options, draw=draw)
         return
-    if any((options.ops, options.shapes, options.occupancy, options.late_us, options.report)):
+    if any((options.ops, options.shapes, options.report)):
         raise ValueError("fused: --results (allowed=with --machine and --json alone: the file has the shapes)")
     machine, held, unknown = hold(find(machine_name), options.results)
     for table in held_tables(machine, held, unknown):

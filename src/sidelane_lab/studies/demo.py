@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from sidelane.cli.output import write_json
 from sidelane.config import BUILTIN, COMPUTE, NOTHING, Config
-from sidelane.errors import ProgramError
+from sidelane.errors import Page, ProgramError, SidelaneError
 from sidelane.program.builders import build
 from sidelane.program.collective import Kind, all_gather
 from sidelane.program.ir import Program, Wait
@@ -239,6 +239,8 @@ def main(report: Path, ranks: int | None = None, json: Path | None = None) -> No
         say(console, what, indent=6, style="dim")
     if json is not None:
         write_json(json, figures_of(proof, checked, percents, choices))
+    if wrong := [row.name for row in checked if row.wrong]:
+        raise SidelaneError(f"demo: rows are WRONG: {', '.join(wrong)}", page=Page.COMMANDS)
 
 
 def figures_of(

@@ -8,8 +8,6 @@ operators (``papers/operator_results.py``).
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +66,7 @@ def predict(machine: Machine, options: FusedOptions) -> list[FusedRow]:
     for op in options.ops or (SYMMETRIC if among_many(machine) else FUSED_OPS):
         for place, shape in enumerate(options.shapes or ON_GPUS[op]):
             ways = operators_of(op, shape, machine.world_size, even=among_many(machine))
-            rows += _ShapeModel(machine, ways, options).rows(is_first=place == 0)
+            rows += _ShapeModel(machine, ways).rows(is_first=place == 0)
     return rows
 
 
@@ -76,7 +74,7 @@ def compared_rows(machine: Machine, operators: Sequence[OperatorModel]) -> list[
     """Return two rows for each of some operators: unfused, and fused with what its peers wait for first."""
     rows = []
     for operator in operators:
-        model = _ShapeModel(machine, [(operator, "")], FusedOptions())
+        model = _ShapeModel(machine, [(operator, "")])
         fused_us = model.predicted(machine, operator).fused.time_us
         rows += [model.row("unfused_nccl", "", model.unfused[""].unfused_us), model.row(FUSED, REMOTE_FIRST, fused_us)]
     return rows
@@ -91,16 +89,12 @@ def _require(machine: Machine, options: FusedOptions) -> None:
         if len(shape) != len(meaning) or min(shape) < 1:
             text = ",".join(map(str, shape))
             raise ValueError(f"fused: --shape (value={text}, allowed={', '.join(meaning)}: each 1 or more)")
-    if not 0 <= options.late_us < math.inf:
-        raise ValueError(f"fused: --late (value={options.late_us}, allowed=microseconds, 0 or more)")
     if not among_many(machine):
         return
     where = f"on {machine.name}, where one rank stands for all"
     others = [op for op in options.ops if op not in SYMMETRIC]
     if others:
         raise ValueError(f"fused: --ops (value={', '.join(others)}, allowed={', '.join(SYMMETRIC)} {where})")
-    if options.late_us or options.occupancy is not None:
-        raise ValueError(f"fused: --late, --occupancy (allowed=neither {where})")
 
 
 def among_many(machine: Machine) -> bool:
@@ -143,17 +137,12 @@ class _ShapeModel:
     Args:
         machine: that is described.
         ways: the operator in every way in which it is computed unfused, and what that is made of.
-        options: occupancy of its kernel, and how late the last rank is.
     """
 
-    def __init__(self, machine: Machine, ways: Sequence[tuple[OperatorModel, str]], options: FusedOptions) -> None:
+    def __init__(self, machine: Machine, ways: Sequence[tuple[OperatorModel, str]]) -> None:
         self.machine, self.ways, self.is_many = machine, ways, among_many(machine)
         self.operator = self.ways[0][0]  # fused, all ways are one kernel
-        self.starts_us = (*[0.0] * (machine.world_size - 1), options.late_us) if options.late_us else ()
-        self.is_about_kernel = options.late_us > 0 or options.occupancy is not None or machine.nodes > 1
-        self.predicted: Callable[..., FusedTimes] = predict_symmetric
-        if not self.is_many:
-            self.predicted = functools.partial(predict_fused, occupancy=options.occupancy, starts_us=self.starts_us)
+        self.predicted: Callable[..., FusedTimes] = predict_symmetric if self.is_many else predict_fused
         unfused = self.predicted if self.is_many else predict_unfused
         self.unfused: dict[str, UnfusedTimes] = {words: unfused(machine, made) for made, words in self.ways}
         self.compute_us = min(times.compute_us for times in self.unfused.values())
@@ -165,12 +154,12 @@ class _ShapeModel:
         yield from self._unfused()
         if self.operator.has_kernel:
             yield from self._fused(STANDS_FOR_ALL if is_first else "")
-        if not self.is_about_kernel:
+        if self.machine.nodes == 1:
             yield from self._in_parts()
         if is_first and not self.is_many and isinstance(self.operator, Embedding | Gemv):
             for share in OCCUPANCIES:
                 schedule = with_programs(REMOTE_FIRST, resident(self.machine, share) // int(self.machine.gpu.units))
-                yield self.row(FUSED, schedule, time_at(self.machine, self.operator, share, self.starts_us))
+                yield self.row(FUSED, schedule, time_at(self.machine, self.operator, share))
 
     def _alone(self) -> Iterator[FusedRow]:
         for words, times in self.unfused.items():
@@ -186,7 +175,7 @@ class _ShapeModel:
                 low, high = ends(self.predicted(self.machine, made).lower_percent, varied)
             time_us = self.unfused[words].unfused_us
             yield self.row("unfused_nccl", words, time_us, low_percent=low, high_percent=high)
-        for made, words in () if self.is_about_kernel else self.ways:
+        for made, words in self.ways if self.machine.nodes == 1 else ():
             if (chain := chain_us(self.machine, made)) is not None:
                 yield self.row("unfused_sidelane", words, chain)
 
@@ -212,18 +201,18 @@ class _ShapeModel:
         return FusedRow(launch=MODEL, time_us=time_us, **columns, **others)
 
 
-def time_at(machine: Machine, operator: OperatorModel, occupancy: float, starts_us: Sequence[float] = ()) -> float:
+def time_at(machine: Machine, operator: OperatorModel, occupancy: float) -> float:
     """Return microseconds of the fused kernel at an occupancy."""
-    return predict_fused(machine, operator, occupancy=occupancy, starts_us=starts_us).fused.time_us
+    return predict_fused(machine, operator, occupancy=occupancy).fused.time_us
 
 
-def draw(machine: Machine, rows: Sequence[FusedRow], folder: Path, occupancy: float | None) -> None:
+def draw(machine: Machine, rows: Sequence[FusedRow], folder: Path) -> None:
     """Draw a timeline of a kernel in each order."""
     kernels = [] if among_many(machine) else [row for row in rows if row.schedule in ORDERS]
     for order in ORDERS if kernels else ():
         # The first embedding, if there is one: what its order changes can be seen.
         traced = min(kernels, key=lambda row: row.op != Embedding.name)
         operator, _ = operators_of(traced.op, sizes_of(traced.op, traced.shape), machine.world_size)[0]
-        timeline = predict_fused(machine, operator, order, occupancy=occupancy, record=True).fused.timeline
+        timeline = predict_fused(machine, operator, order, record=True).fused.timeline
         write_chrome_trace(folder / f"timeline-fused-{order}.trace.json", timeline)
         draw_timeline(timeline, f"{traced.op}, {order}, {machine.title}", folder, f"timeline-fused-{order}")

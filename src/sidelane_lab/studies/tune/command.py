@@ -305,6 +305,7 @@ def main(options: TuneOptions) -> Profile | None:
 
     Raises:
         RankFailedError: a rank failed; the profile is as it was.
+        SidelaneError: an output was wrong. The profile is kept without it.
         ValueError: options do not fit this machine, or nothing could be measured.
     """
     from sidelane.machine import local
@@ -351,6 +352,7 @@ def main(options: TuneOptions) -> Profile | None:
         for row in wrong:
             say(progress, f"left out: {row.collective} {row.implementation} {row.variant}: {row.note}")
         progress.print(f"kept: {path}", markup=False, soft_wrap=True)
+    running.require_right("tune", follower.rows)
     return profile
 
 

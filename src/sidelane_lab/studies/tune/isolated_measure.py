@@ -358,8 +358,9 @@ class Bench:
 def _figures(found: Measured) -> dict[str, Any]:
     """Return the time of a way for its row, or why there is none."""
     if found.problem is not None or found.rounds is None:
-        return {"note": "" if found.problem is None else found.problem.text}
-    return {"time_us": found.rounds.median_us}
+        problem = found.problem
+        return {} if problem is None else {"note": problem.text, "correct": False if problem.wrong else None}
+    return {"time_us": found.rounds.median_us, "correct": True}
 
 
 def _fastest(calls: Mapping[str, ReadyCall], found: Sequence[Measured]) -> dict[str, ReadyCall]:

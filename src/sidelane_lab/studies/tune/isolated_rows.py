@@ -44,6 +44,7 @@ class IsolatedRow(FlatRow):
         note: reason why there is no time.
         moved_bytes: bytes between the GPU and its memory, by counters.
         hit_percent: share of the sectors that were found in the last-level cache.
+        correct: True if the outputs of a collective agreed with a reference; null where none was compared.
     """
 
     allowed = (("what", ISOLATED),)
@@ -68,6 +69,7 @@ class IsolatedRow(FlatRow):
     note: str = ""
     moved_bytes: float | None = None
     hit_percent: float | None = None
+    correct: bool | None = None
 
 
 def key_of(row: IsolatedRow) -> Key:
