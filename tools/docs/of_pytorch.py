@@ -17,7 +17,6 @@ TRAINED_BY = {
 }
 REACHED: dict[str, dict[str, object]] = {
     "symmetric": {"implementation": "auto", "reach": "symmetric"},
-    "learned": {"implementation": "auto", "reach": "learned"},
     "staged": {"implementation": "auto", "reach": "staged"},
     "NCCL": {"implementation": "nccl"},
 }
@@ -64,17 +63,6 @@ def beside(machine: str) -> Cells:
         where = {"gemm": gemm, "collective": kind, "bytes": nbytes}
         shown = [whole(best(rows, {**where, **way}, "percent_of_ideal")) for way in REACHED.values()]
         cells.append([f"{gemm}, {LABELS[kind]} of {nbytes / MIB:.0f} MiB", *shown])
-    return cells
-
-
-def changing(machine: str) -> Cells:
-    """Return microseconds of the host for a call, by what its tensors were before."""
-    rows = [row for row in rows_of(f"{machine}/ordinary.json") if row["host_us"] is not None]
-    cells = [["", *REACHED]]
-    for variant, nbytes in dict.fromkeys((row["variant"], row["bytes"]) for row in rows):
-        where = {"variant": variant, "bytes": nbytes}
-        shown = [short(best(rows, {**where, **way}, "host_us")) for way in REACHED.values()]
-        cells.append([f"{variant.replace('_', ' ')}, {size(nbytes)}", *shown])
     return cells
 
 

@@ -35,27 +35,6 @@ from sidelane_lab.papers.files import read_results
 from sidelane_lab.papers.measurements import PairReadings
 
 
-def one_handshake() -> Cells:
-    """Phases of an all-gather out of place by two handshakes and by one, two H200s."""
-    rows = rows_of("h200x2/phases.json")
-    sizes = [KIB, 64 * KIB, MIB]
-    cells = [["1 KB", "control", "copy (slot)", "sync", *(f"no stamps: {size(one)}" for one in sizes)]]
-    for label, variant, launch in (
-        ("`b2b` in a graph", "b2b", GRAPH),
-        ("`alternating` in a graph", "alternating", GRAPH),
-        ("the first of a graph (`+opening`)", "alternating+opening", GRAPH),
-        ("`b2b` eager", "b2b", EAGER),
-        ("`alternating` eager", "alternating", EAGER),
-    ):
-        where: Where = {"operation": GATHER, "variant": variant, "source": "measured", **launch}
-        control, copy, slot, sync = (
-            best(rows, {**where, "bytes": KIB}, column) for column in ("control_us", "copy_us", "stage_us", "sync_us")
-        )
-        line = [label, short(control), short(copy) + (f" ({short(slot)})" if slot else ""), short(sync)]
-        cells.append(line + [short(best(rows, {**where, "bytes": one}, "total_unstamped_us")) for one in sizes])
-    return cells
-
-
 def chains(machine: str) -> Cells:
     """Return NCCL's best over Sidelane's, for a GEMM, an all-gather and a GEMM."""
     rows = rows_of(f"{machine}/chain.json")
