@@ -29,7 +29,7 @@ from docs.measured import (
 
 MACHINES = {"h200x4": "four H200s", "h200x2": "two H200s"}
 GROUP, ENABLE, COMMUNICATOR = '`"sidelane"`', "`fsdp.enable`", "`Communicator`"
-KERNELS, COPIES = "kernels", "copy engines"
+KERNELS, COPIES, BOTH = "kernels", "copy engines, 0 SMs", "copies, 0 SMs; sums: kernels"
 BY_NCCL = ("serial", "c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp", "c3_target", "nccl_ce")
 """Ways of a pair that need nothing of Sidelane: order, priority, NCCL's CTAs and its copy engines."""
 
@@ -54,14 +54,14 @@ LINES: list[Line] = [
      ({"implementation": ("nccl", "vllm")}, {"implementation": "sidelane"}), ("ms_per_token", "ms")),
     ("token of Llama 3.1 8B, 1 sequence, no peer access, CUDA graph", GROUP, KERNELS, "h200x2/no-peers-decode.json",
      {"launch": "graph", "size": "llama-3.1-8b-x1"}, WAY, MS),
-    ("FSDP2, 4 layers of Llama 70B forward and backward, 1 x 2048 tokens", ENABLE, COPIES, FSDP,
+    ("FSDP2, 4 layers of Llama 70B forward and backward, 1 x 2048 tokens", ENABLE, BOTH, FSDP,
      {"model": "llama-70b-like", "seq": 2048}, STEP, MS),
-    ("FSDP2, 10 layers of Llama 8B forward and backward, 1 x 8192 tokens", ENABLE, COPIES, FSDP,
+    ("FSDP2, 10 layers of Llama 8B forward and backward, 1 x 8192 tokens", ENABLE, BOTH, FSDP,
      {"model": "llama-8b-like", "seq": 8192}, STEP, MS),
-    ("FSDP2 step of Llama 3.2 3B, AdamW, 4 x 2048 tokens", ENABLE, COPIES, CLIENTS,
+    ("FSDP2 step of Llama 3.2 3B, AdamW, 4 x 2048 tokens", ENABLE, BOTH, CLIENTS,
      {"program": "fsdp", "model": "llama-3.2-3b", "batch": 4}, (WAY[0], {"way": "enable"}), MS),
     *(
-        (f"FSDP2 step of Mistral 7B, {optimizer}, {batch} x 2048 tokens", ENABLE, COPIES, CLIENTS,
+        (f"FSDP2 step of Mistral 7B, {optimizer}, {batch} x 2048 tokens", ENABLE, BOTH, CLIENTS,
          {"program": "fsdp", "model": "mistral-7b", "batch": batch}, (WAY[0], {"way": "enable"}), MS)
         for batch, optimizer in ((1, "AdamW"), (4, "SGD"))
     ),

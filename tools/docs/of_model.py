@@ -7,9 +7,6 @@ from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.layer import parts_us
 from sidelane_lab.model.training import compute_us, sustained
-from sidelane_lab.papers.figure_command import FIGURES
-from sidelane_lab.papers.figures import MEASURED, PREDICTED
-from sidelane_lab.papers.files import BETWEEN_NODES, CLASSES, files_of
 from sidelane_lab.papers.results import STEPS as STEP_JUDGE
 from sidelane_lab.studies.fsdp.cases import FLOORS, step_of
 from sidelane_lab.studies.fsdp.rows import FsdpRow
@@ -57,28 +54,3 @@ def step_parts(machine: str) -> Cells:
         name = f"{row.model.split('-')[1].upper()} x {row.layers}, {row.batch}x{row.seq}, {STEPS[row.implementation]}"
         shown.append([name, *(f"{ms:.1f} ({us / 1e3:.1f})" for ms, us in pairs)])
     return [["", "GEMMs", "attention", "everything else", "step"], *shown]
-
-
-MEASURED_BY = {
-    CLASSES: "c3 --pairs-by-class",
-    "collectives": "collective",
-    "isolated": "tune --study c3",
-    "occupancy": "c3 --study occupancy",
-    BETWEEN_NODES: "",
-}
-"""Commands of studies that are not called as the studies are; "" of one that no command runs."""
-
-
-def paper_figures() -> Cells:
-    """Figures and tables of the papers: the command of each, who predicts it and who measures it."""
-    cells = [["command", "what it shows", "predicted for", "measured by", "what is missing"]]
-    for one in FIGURES.values():
-        by = [MEASURED_BY.get(study, study) for study in (one.fuller, one.study, one.further) if study]
-        fuller = files_of(one.fuller, [RESULTS]) if one.fuller else []
-        lacking = (one.missing.get(PREDICTED, ""), one.missing.get(MEASURED, ""), "" if fuller else one.lacking)
-        machine = f"`{one.machine}`" if one.machine else "A40, A100, H100, MI250X"
-        measured = ", ".join(f"`sidelane {command}`" for command in by if command)
-        cells.append(
-            [f"`sidelane figure {one.number}`", one.caption, machine, measured, "; ".join(filter(None, lacking))]
-        )
-    return cells

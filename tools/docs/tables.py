@@ -73,7 +73,6 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "e2e-exposed-by-halves-h200x2": lambda: of_workloads.exposed_by_halves("h200x2"),
     "prelaunch-h200x2": lambda: of_studies.prelaunched("h200x2"),
     "fewer-units-h200x2": lambda: of_studies.fewer_units("h200x2"),
-    "paper-figures": of_model.paper_figures,
 }
 
 
