@@ -14,22 +14,21 @@ variable                      meaning                                           
 ``SIDELANE_VIRTUAL_NODES``    nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines    (d)
 ``SIDELANE_DETERMINISTIC``    1: refuse sums of floats between ranks that are not added in rank order       0
 ``SIDELANE_LOG``              what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG         (e)
-``SIDELANE_NVTX``             1: mark calls by NVTX ranges, for Nsight Systems (package ``nvtx``)          (f)
-``SIDELANE_METRICS``          file of metrics for Prometheus; ``{rank}`` in its name is replaced           (g)
-``SIDELANE_FLIGHT_RECORDER``  folder or prefix of files for the last calls before a failure                (h)
-``SIDELANE_SERVERS``          1: servers use Sidelane, as if their own variable of plug-ins named it            (i)
+``SIDELANE_NVTX``             1: mark calls with NVTX ranges, for Nsight Systems (package ``nvtx``)         0
+``SIDELANE_METRICS``          file of metrics for Prometheus; ``{rank}`` in its name is replaced           (f)
+``SIDELANE_FLIGHT_RECORDER``  folder or prefix of files for the last calls before a failure                (g)
+``SIDELANE_SERVERS``          1: servers use Sidelane, as if their own variable of plug-ins named it            (h)
 ``SIDELANE_COMMIT``           name of the code in result files, if there is no checkout                    (c)
 ============================  ===========================================================================  =======
 
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
 (b) size of the device's memory. A number of bytes, or a size such as ``512M`` or ``1.5G``.
-(c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
+(c) the checkout's commit, or ``unknown``.
 (d) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).
-(e) nothing; what the program's own logging prints (docs/reference/settings.md). It is no setting of a communicator.
-(f) 0. It is no setting of a communicator.
-(g) none is written (docs/guide/observability.md). It is no setting of a communicator.
-(h) none are recorded (docs/guide/observability.md); 1: the folder of torch's own. It is no setting of a communicator.
-(i) 0 (docs/guide/vllm.md). It is no setting of a communicator.
+(e) nothing; what the program's own logging prints (docs/reference/settings.md).
+(f) none is written (docs/guide/observability.md).
+(g) none are recorded (docs/guide/observability.md); 1: the folder of torch's own.
+(h) 0 (docs/guide/vllm.md).
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (results/notes/performance.md).
 A user without a home, as a container's whose user is only a number, goes without both folders.
@@ -76,7 +75,7 @@ class Config:
         timeout_s: seconds that a wait for a peer may take, > 0. A process group that was made with a ``timeout`` has
             that one instead; torch's default of 30 minutes counts as none.
         debug: compare the calls of all ranks before each one runs (a host round trip a call).
-        beside: computation next to collectives whose calls do not say (``nothing`` or ``compute``).
+        beside: hint for collectives whose calls do not have one (``nothing`` or ``compute``).
         profile: file of measured times to choose by; ``builtin`` for the tables of this package; None for the user's
             file of this machine, if there is one. Rank 0's value counts.
         native: repeat calls on GPUs in compiled code, if there is a C compiler.

@@ -31,8 +31,9 @@ OF_COMMANDS = (
     "ends with exit status 1, as it does if nothing could be measured."
 )
 OF_VARIABLES = """
-A switch is `0` or `1`. An unknown variable whose name begins with `SIDELANE_` causes a warning. `sidelane tune` writes
-the profile of a machine ([tuning](../guide/tuning.md))."""
+Variables without a field belong to the process and not to a communicator. A switch is `0` or `1`. An unknown
+variable whose name begins with `SIDELANE_` causes a warning. `sidelane tune` writes the profile of a machine
+([tuning](../guide/tuning.md))."""
 OF_SETTINGS = """
 A communicator reads its settings from a `Config`, or from the environment when the first communicator is made.
 `with sidelane.config.override(Config(...)):` sets them for communicators that are made inside the block."""

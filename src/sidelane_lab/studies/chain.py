@@ -100,12 +100,12 @@ def chain_gemms(nbytes: int, ranks: int, dtype: str) -> tuple[Gemm, Gemm]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChainRow(FlatRow):
-    """A GEMM, an all-gather of what it made and a GEMM that reads what was gathered, one behind the other.
+    """A GEMM, an all-gather of its result and a GEMM that reads the gathered rows, one after the other.
 
     Attributes:
         bytes: gathered size.
         launch: eager or graph; ``prelaunched`` where the all-gather was submitted ahead of the producer, and fired
-            behind it by one write (docs/internals/prelaunch.md).
+            after it by one write (docs/internals/prelaunch.md).
         gemms_us: time of both GEMMs with nothing between them, launched as the chain is (``prelaunched``: eager).
         time_us: time of the chain, median over the rounds of the slowest rank.
         correct: True if the consumer's output agreed with a reference in this run; None when it could not run.

@@ -132,7 +132,7 @@ class CollectiveRow(FlatRow):
     Attributes:
         bytes: gathered size for an all_gather, the whole local buffer for the others.
         variant: algorithm within the implementation (``pcpy``, ``b2b``, ...; empty where there is one only). With
-            ``separate`` or ``+separate``: a call for each tensor of the list, one behind the other, instead of one call
+            ``separate`` or ``+separate``: a call for each tensor of the list, one after the other, instead of one call
             (NCCL: one group of calls) with all of them.
         time_us: time of all calls for the bytes, median over the rounds of the slowest rank.
         bus_gbps: bus bandwidth as nccl-tests defines it (:func:`bus_gbps`).

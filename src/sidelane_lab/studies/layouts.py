@@ -124,7 +124,7 @@ class LayoutRow(FlatRow):
         row_bytes: bytes of one position for one rank.
         bytes: bytes that leave a GPU in an exchange.
         launch: ``eager`` or ``graph``.
-        implementation: ``auto`` is Sidelane's; ``nccl`` and ``gloo`` permute before and behind their exchange.
+        implementation: ``auto`` is Sidelane's; ``nccl`` and ``gloo`` permute before and after their exchange.
         memory: ``symmetric``, or ``ordinary``.
         variant: Sidelane's, or how the library is called: ``each`` tensor, ``grouped`` calls, or all ``together`` in
             one buffer.

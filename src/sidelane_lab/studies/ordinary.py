@@ -116,7 +116,7 @@ class OrdinaryRow(CollectiveRow):
         n: columns of that GEMM; null if there is none.
         k: depth of that GEMM; null if there is none.
         gemm_us: isolated time of the GEMM, in the same rounds.
-        comm_us: isolated time of the same call, which says that a computation runs next to it, in the same rounds.
+        comm_us: isolated time of the same call, with the hint that a computation runs beside it, in the same rounds.
         best_comm_us: fastest isolated time of the call, of all implementations and kinds of memory.
         speedup, ideal, percent_of_ideal: as in :class:`C3Row`.
         host_us: host time of a call on tensors that changed, from its begin until it returned, with an idle device and

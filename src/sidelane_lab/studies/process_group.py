@@ -133,7 +133,7 @@ class GroupRow(FlatRow):
             CPUs it lasts until the call is done. For first uses it is the time of the slowest rank, from begin to end.
         host_us: on GPUs, until a repeated call has returned (asynchronous ones: and was waited for), median of the
             slowest rank; null in graphs, on CPUs and of first uses.
-        made_by: maker of the call, as ``sidelane.report()`` says: ``sidelane``, or the library behind it.
+        made_by: maker of the call, as ``sidelane.report()`` says: ``sidelane``, or the library of its other backend.
         variant: variant that Sidelane took.
         held_mb: symmetric memory that Sidelane holds in one call, for first uses.
         correct: True if results are right, before the rounds and after them.

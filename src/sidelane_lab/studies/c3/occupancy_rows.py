@@ -17,17 +17,17 @@ class OccupancyRow(PairRow):
 
     Attributes:
         bytes: as in :class:`CollectiveRow`.
-        shape: of the GEMM's kernel: ``opt1``, ``opt2``, ``tuned``; on CPUs ``rows``.
+        shape: shape of the GEMM's kernel: ``opt1``, ``opt2``, ``tuned``; on CPUs ``rows``.
         grid: ``persistent``: fewer blocks than tiles; or ``data-parallel``.
-        blocks: of the grid.
-        resident: blocks that a compute unit holds at once; 0 where nobody knows.
+        blocks: blocks of the grid.
+        resident: blocks that a compute unit holds at once; 0 where it is not known.
         shared_bytes: shared memory that a block asks for.
         priority: the collectives' stream goes before the GEMMs'.
         in_order: False: GEMMs of two iterations may run at once, each on a stream of its own.
-        iterations: of a pipeline.
-        gemm_us, comm_us: of one, alone.
-        sequential_us: of the iterations, one operation after another.
-        time_us: of the iterations, overlapped.
+        iterations: iterations of a pipeline.
+        gemm_us, comm_us: time of one GEMM, and of one collective, alone.
+        sequential_us: time of the iterations, one operation after another.
+        time_us: time of the iterations, overlapped.
         normalised: time over sequential, median over rounds.
         overlap_rate: percent of the collectives' time during which a GEMM ran.
         correct: True if the results of both agreed with a reference in this run.

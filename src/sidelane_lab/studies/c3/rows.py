@@ -56,7 +56,7 @@ class C3Row(PairRow):
         time_us: time of both, side by side.
         speedup: (gemm + best_comm) / time.
         ideal: (gemm + best_comm) / max(gemm, best_comm).
-        percent_of_ideal: 100 (speedup - 1) / (ideal - 1). None where next to nothing can be gained, and above
+        percent_of_ideal: 100 (speedup - 1) / (ideal - 1). None where hardly anything can be gained, and above
             ``MOST_PERCENT``: files of before December 2026 have such rows, which no mean counts.
         percent_of_ideal_nccl: percent of the papers' ideal: the same with the library's isolated time (NCCL's, Gloo's
             on CPUs) as best_comm, so that a faster collective can pass 100.
@@ -67,8 +67,8 @@ class C3Row(PairRow):
         orders: times of the pair and a third kernel by the order of their launches, as ``gemm > small gemm >
             all_gather 1234.5, ...`` (``pairs.pair``), in the first row of a pair; empty in files without this key.
         bound: what limits the GEMM: compute or memory, by the loss of units; empty in files without this key.
-        watts: mean power of a GPU while the pair runs again and again (``--energy``); None where nobody asked.
-        energy_mj: energy of all GPUs for one run of the pair; None where nobody asked.
+        watts: mean power of a GPU while the pair repeats (``--energy``); None without the option.
+        energy_mj: energy of all GPUs for one run of the pair; None without the option.
     """
 
     renamed: ClassVar[dict[str, str]] = {"c3_class": "class"}

@@ -79,9 +79,9 @@ class ClientRow(FlatRow):
 
     Attributes:
         program: ``ddp``: DistributedDataParallel in bfloat16; ``fsdp``: FSDP2 in mixed precision with bfloat16;
-            ``tensor``: decoding, tensor parallel by DTensor; ``torchtitan``: its Llama, FSDP2 by its own function, and
-            clipping; ``megatron``: Megatron-core's GPT in bfloat16 with its distributed optimizer, data parallel, with
-            overlap of gradients and parameters; ``megatron-tensor``: with layers divided among all ranks;
+            ``tensor``: decoding, tensor parallel with DTensor; ``torchtitan``: its Llama, with its own FSDP2 function,
+            and clipping; ``megatron``: Megatron-core's GPT in bfloat16 with its distributed optimizer, data parallel,
+            with overlap of gradients and parameters; ``megatron-tensor``: with layers divided among all ranks;
             ``megatron-sequence``: with activations between them divided, too; ``megatron-experts``: data parallel, with
             four experts in the place of each feed-forward layer, divided among all ranks.
         model: public configuration, followed by the number of its layers where not all fit.

@@ -56,7 +56,7 @@ class FsdpRow(FlatRow):
         profiled_ms: time of all of that step. On the stream of the computation it is first_gather_ms, gemm_ms,
             attention_ms, stream_copy_in_ms, stream_copy_out_ms, stream_other_ms, waits_ms (for work of other streams)
             and last_scatter_ms.
-        gemm_beside_ms: time by which GEMMs that run next to transfers take longer than the same ones of
+        gemm_beside_ms: time by which GEMMs that run beside transfers take longer than the same ones of
             ``compute_only_straight``.
         gemm_apart_ms: time by which the other GEMMs take longer.
     """

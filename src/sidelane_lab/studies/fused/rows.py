@@ -38,8 +38,8 @@ class FusedRow(FlatRow):
         schedule: schedule of a fused operator, parts of an unfused one, or the way in which a part is done.
         launch: ``eager``, ``graph``, ``single`` of a graph of one call, or ``model`` of a prediction.
         time_us: time of a call, median over the rounds of the slowest rank.
-        compute_us: time of the computation alone, by the fastest way.
-        comm_us: time of the collective alone, by the fastest way.
+        compute_us: time of the computation alone, in the fastest way.
+        comm_us: time of the collective alone, in the fastest way.
         bound_us: larger one of ``compute_us`` and ``comm_us``.
         max_rel_err: largest difference from the result in float64, over the largest element.
         correct: True if the result agreed with a reference; None when it could not run, or is a part.
@@ -47,7 +47,7 @@ class FusedRow(FlatRow):
         low_percent, high_percent: of an unfused way that is predicted, the ends of the percent by which the fused
             kernel's time is lower, over the plausible values of the machine's description.
         gbps: bytes of the rows of tables, or of the weight of a GEMV, that a call reads, over the time.
-        skew_us: time between the first and the last end of the ranks behind the last call of a sample, median over the
+        skew_us: time between the first and the last end of the ranks after the last call of a sample, median over the
             rounds.
     """
 

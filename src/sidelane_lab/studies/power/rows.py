@@ -103,8 +103,8 @@ class PowerRow(FlatRow):
         implementation: implementation as in :class:`CollectiveRow`; ``library`` in predictions.
         launch: eager or graph; ``model`` in predictions.
         time_us: time of one call of the slowest rank.
-        watts: mean power of a GPU by the energy counters.
-        watts_sampled: mean power of a GPU by the power readings.
+        watts: mean power of a GPU, from the energy counters.
+        watts_sampled: mean power of a GPU, from the power readings.
         idle_watts: mean power before the study, with everything set up and nothing running.
         energy_mj: energy of all GPUs for one call: watts x GPUs x time.
         energy_above_idle_mj: energy of one call above ``idle_watts``.
