@@ -57,6 +57,10 @@ GEMV_US, GEMV_SUM_US, GEMV_BYTES_PER_US = 5.5, 10.0, 4.3e6
 """Microseconds that a fused GEMV takes beside its stream of weights, and those of a product and an all-reduce of its
 sums; rate of that stream where blocks fill the GPU (results/h200x2/gemv-grid.txt)."""
 
+GEMV_MARGIN = 1.08
+"""Factor on the time of a fused GEMV of several tokens between measured shapes, where interpolated times are off by up
+to 12%: cuBLAS takes other kernels there."""
+
 GEMV_TILE_ROWS, GEMV_FEW_ROWS, GEMV_ALONE = 16, 4096, 0.65
 """Number of rows of a tile, twice as many for several tokens and more rows than the second; rate of a block of several
 tokens that is alone on a compute unit, relative to that of the unit."""
@@ -213,13 +217,20 @@ def _nearest(
     element_bytes: int | None,
     captured: bool,
 ) -> FusedTime | None:
-    alike = [time for time in times if (time.op, time.world_size, len(time.sizes)) == (op, world_size, len(sizes))]
-    alike = [time for time in alike if element_bytes in (None, time.element_bytes)]
+    alike = [
+        time
+        for time in times
+        if (time.op, time.world_size, len(time.sizes)) == (op, world_size, len(sizes))
+        and element_bytes in (None, time.element_bytes)
+    ]
     alike = [time for time in alike if time.captured == captured] or alike
     distant = [(_distances(time.sizes, sizes), time) for time in alike]
-    close = [(distances, time) for distances, time in distant if max(distances) <= math.log(FARTHEST)]
-    if op == GEMV:  # several tokens are dots, in other tiles
-        close = [one for one in close if (one[1].sizes[2] == 1) == (sizes[2] == 1)]
+    close = [
+        (distances, time)
+        for distances, time in distant
+        if max(distances) <= math.log(FARTHEST)
+        and (op != GEMV or (time.sizes[2] == 1) == (sizes[2] == 1))  # several tokens are dots, in other tiles
+    ]
     nearest = min(close, key=lambda found: (sum(found[0]), found[1].sizes))[1] if close else None
     return nearest if nearest is None or op != GEMV else _interpolated(nearest, [time for _, time in close], sizes)
 
@@ -227,7 +238,8 @@ def _nearest(
 def _interpolated(nearest: FusedTime, close: Sequence[FusedTime], sizes: tuple[int, ...]) -> FusedTime:
     """Return the times of a GEMV between measured ones of as many tokens as the nearest, or beyond the outermost: each
     is scaled by what arithmetic says of both shapes, and their mean is weighted by distance in rows and columns. Rows
-    count for the methods that they have; what arithmetic says nothing about stays as in the nearest row.
+    count for the methods that they have; what arithmetic says nothing about stays as in the nearest row. Of several
+    tokens a kernel is ahead of the unfused way only if it is so by a margin, and by arithmetic too.
 
     >>> known = ((8192, 21.0), (24576, 53.0))
     >>> times = [FusedTime(GEMV, 2, True, (8192, size, 1), 2, {"fused": us}) for size, us in known]
@@ -249,6 +261,8 @@ def _interpolated(nearest: FusedTime, close: Sequence[FusedTime], sizes: tuple[i
             for column, part in _between(sizes[1], sorted(same)):
                 scale = here[method] / expected(same[column].sizes)[method]
                 found[method] += share * part * same[column].times[method] * scale
+    if sizes[2] > 1 and sizes[:2] != nearest.sizes[:2] and here.keys() <= found.keys():
+        found[FUSED] = max(GEMV_MARGIN * found[FUSED], found[UNFUSED] * here[FUSED] / here[UNFUSED])
     return dataclasses.replace(nearest, times={method: round(us, 2) for method, us in found.items()})
 
 
