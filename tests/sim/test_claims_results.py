@@ -397,7 +397,7 @@ def test_the_command_takes_the_folder(tmp_path, capsys):
 
 @pytest.mark.parametrize(("name", "worst"), [("h200x4", 0.15), ("h100x4", 0.26)])
 def test_layers_that_nothing_was_fitted_to(name, worst):
-    """The library's own choices on an H100 are what docs/lab/model.md says."""
+    """The library's own choices on an H100 are what results/notes/model.md says."""
     machine = named(name)
     layers = read(layers_file(machine, ROOT / "results" / name)).rows
     others = [row for row in layers if row.model not in (*FITTED, *SEEN)]

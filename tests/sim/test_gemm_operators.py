@@ -169,7 +169,7 @@ NEAR = {
     "all_reduce_rms_norm": (0.30, 0.55),
     "gemv_all_reduce": (0.20, 0.60),
 }
-"""Errors of fused kernels on one H200: median and worst (docs/lab/model.md)."""
+"""Errors of fused kernels on one H200: median and worst (results/notes/model.md)."""
 
 
 def test_fused_kernels_of_one_gpu_are_as_near_as_the_notes_say(held):
@@ -224,7 +224,7 @@ def test_a_norm_sends_twice_the_bytes_and_waits_once():
 
 
 # tokens, hidden; cells, pushed, one kernel that adds and norms, the all-reduce alone: two H200s, graphs, 28 November,
-# probes (docs/lab/model.md) but for the kernel alone (results/h200x2/fused.json)
+# probes (results/notes/model.md) but for the kernel alone (results/h200x2/fused.json)
 NORMS = (
     ((1, 4096), (3.15, None, None, None)),
     ((1, 8192), (3.33, 6.43, 2.67, 2.42)),
@@ -268,7 +268,7 @@ def test_rows_in_slices_that_find_no_room_go_in_turns():
 
 
 IN_PARTS = {"gemm_all_to_all": 0.05, "all_gather_gemm": 0.04, "gemm_reduce_scatter": 0.20}
-"""Errors at worst, one H200 (docs/lab/model.md)."""
+"""Errors at worst, one H200 (results/notes/model.md)."""
 
 
 @pytest.fixture(scope="module")

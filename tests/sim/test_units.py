@@ -47,8 +47,8 @@ MEASURED = {
         16384: (1.126, 17.362, 19.447, 17.305),
     },
 }
-"""Milliseconds on an H100 by blocks (docs/lab/model.md): the GEMM; ten iterations with GEMMs in order; with a stream
-for each GEMM; the same with priority for the collective."""
+"""Milliseconds on an H100 by blocks (results/notes/model.md): the GEMM; ten iterations in order; with a stream for each
+GEMM; the same with priority for the collective."""
 
 
 def iterations(gemm, tile, blocks, *, in_order, priority):

@@ -9,7 +9,7 @@ from sidelane_lab.machines.spec import Machine, Occupancy
 
 SHARPNESS = 2.5
 """Sharpness of the bend between blocks that run at their own speed and a unit that is full: fitted to a GEMM of 132 to
-16,384 blocks on an H100 (docs/lab/model.md)."""
+16,384 blocks on an H100 (results/notes/model.md)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@
 C(i) follows G(i) and C(i-1). How the GEMMs follow each other the paper does not say in so many words: it speaks of
 one compute stream, and of GEMMs of different iterations that are scheduled before collectives. One stream is the first
 reading, G(i+1) after G(i); it can not come below max(G, C) / (G + C) of the sequential time, and few blocks are then
-the worst case. The other, in which they are independent, is the paper's Figure 2 (docs/lab/model.md). Our own study
+the worst case. The other, in which they are independent, is the paper's Figure 2 (results/notes/model.md). Our study
 (``studies.c3.occupancy``) has two streams, as drawn above: G(i) after G(i-2).
 """
 
