@@ -144,7 +144,8 @@ def test_explain_shows_the_packets_of_copy_engines(call: str):
 
 
 @pytest.mark.parametrize(
-    ("machine", "text"), [("h200x4", "needs --machine mi300x8"), ("a100x4", "MI300X or"), ("mi300x8x2", "one node of")]
+    ("machine", "text"),
+    [("h200x4", "needs --machine mi300x8"), ("a100-40x4", "MI300X or"), ("mi300x8x2", "one node of")],
 )
 def test_explain_has_packets_of_one_family_only(machine: str, text: str):
     refused = run("explain", "all_gather", "64K", "--machine", machine, "--packets")

@@ -211,9 +211,9 @@ def test_predictions_are_shown_whole_at_80_columns(verdicts):
 
 def test_other_machines_and_versions_are_refused():
     with pytest.raises(ValueError, match="no measurements"):
-        command.main(command.ClaimsOptions(machine="a100x4"))
+        command.main(command.ClaimsOptions(machine="a100-40x4"))
     with pytest.raises(ValueError, match="mi300x8"):
-        command.evaluate(named("a100x4"))
+        command.evaluate(named("a100-40x4"))
     with pytest.raises(ValueError, match="allowed=000, 002"):
         command.ClaimsOptions(version="003")
 

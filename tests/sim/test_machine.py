@@ -18,10 +18,22 @@ from sidelane_lab.model.study import dma_study, table_ii_workload
 from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.studies.phases.programs import operations, predicted_row
 
-NODES = {"h100x8x2": (2, 8), "h100x8x16": (16, 8), "h200x8x2": (2, 8), "mi300x8x2": (2, 8), "mi300x8x16": (16, 8)}
-NODES |= {"mi210x1x2": (2, 1), "mi210x1x128": (128, 1)}
-ONE_NODE = {"4090x2", "5090x4", "mi300x8", "mi210x4", "mi250x8", "a40x4", "a100x4", "b200x8"}
-ONE_NODE |= {"h100x2", "h100x4", "h100x8", "h200x2", "h200x2-host", "h200x4", "h200x8"}
+NODES = {
+    "h100x8x2": (2, 8),
+    "h100x8x16": (16, 8),
+    "h200x8x2": (2, 8),
+    "mi300x8x2": (2, 8),
+    "mi300x8x16": (16, 8),
+    "mi210x1x2": (2, 1),
+    "mi210x1x128": (128, 1),
+    "a100x8x2": (2, 8),
+    "b200x8x2": (2, 8),
+}
+ONE_NODE = {
+    *("4090x2", "4090x8", "5090x4", "mi300x8", "mi210x4", "mi250x8", "a40x4", "a100-40x4", "a100-40x8", "b200x8"),
+    *("a100x8", "l40sx8", "l4x8", "a10x8", "pro6000x8"),
+    *("h100x2", "h100x4", "h100x8", "h200x2", "h200x2-host", "h200x4", "h200x8"),
+}
 EXPECTED = ONE_NODE | set(NODES)
 
 
@@ -46,8 +58,32 @@ PEOPLES = {
     "2xrtx4090": "4090x2",
     "2 x NVIDIA GeForce RTX 4090": "4090x2",
     "4xA100": "a100x4",
+    "4xA100-40GB": "a100-40x4",
+    "2 nodes of 4 H100": "h100x4x2",
+    "1xL4": "l4x1",
+    **{
+        f"4 x {torchs}": f"{gpu}x4"
+        for torchs, gpu in (
+            ("NVIDIA A100-SXM4-80GB", "a100"),
+            ("NVIDIA A100-SXM4-40GB", "a100-40"),
+            ("NVIDIA H100 80GB HBM3", "h100"),
+            ("NVIDIA H200", "h200"),
+            ("NVIDIA B200", "b200"),
+            ("NVIDIA A10", "a10"),
+            ("NVIDIA A40", "a40"),
+            ("NVIDIA L4", "l4"),
+            ("NVIDIA L40S", "l40s"),
+            ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "pro6000"),
+            ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "pro6000"),
+            ("NVIDIA GeForce RTX 4090", "4090"),
+            ("NVIDIA GeForce RTX 5090", "5090"),
+            ("AMD Instinct MI300X", "mi300"),
+            ("AMD Instinct MI250X/MI250", "mi250"),
+            ("AMD Instinct MI210", "mi210"),
+        )
+    },
 }
-"""Names of machines as people write them, and as the catalogue does."""
+"""Names of machines as people and ``torch.cuda.get_device_name()`` write them, and as the catalogue does."""
 
 
 def test_names_are_taken_as_people_write_them():
@@ -56,14 +92,47 @@ def test_names_are_taken_as_people_write_them():
     assert named("mi300xx8") == named("8xMI300X") == named("mi300x8")
     for written, name in PEOPLES.items():
         assert canonical_name(written) == name and named(written) == named(name), written
-    for other in ("a100 80GB x 4", "A100-SXM4-80GBx4", "h100 nvl x 8", "l40s x 8", "mine.toml", "h100x8.json"):
+    for other in ("a100 80GB PCIe x 4", "h100 nvl x 8", "RTX 6000 Ada x 8", "mine.toml", "h100x8.json"):
         assert canonical_name(other) == other
     four = named("4xh200x8")
     assert (four.name, four.nodes, four.title) == ("h200x8x4", 4, "4 nodes of 8 x NVIDIA H200")
     assert four.links == named("h200x8x2").links and named("h100x8x16").nodes == 16
-    for written in ("h100x7", "H100"):
-        with pytest.raises(ValueError, match="did you mean 'h100x8"):
-            named(written)
+
+
+@pytest.mark.parametrize(
+    "largest", [named(name) for name in ONE_NODE if re.search("x8$|0x4$", name)], ids=lambda one: one.name
+)
+def test_any_number_of_a_gpu_is_a_machine(largest):
+    gpu, most = largest.name.rpartition("x")[0], 4 if largest.name in ("mi210x4", "a100-40x4") else 8
+    for found in (named(f"{gpus}x{gpu}") for gpus in {*range(1, most + 1)} - {largest.gpus, 2, 4}):
+        assert found.gpu == largest.gpu and found.title == f"{found.gpus} x {largest.title.partition(' x ')[2]}"
+        assert found.runs is not RunStatus.MEASURED and found.library.all_gather_us.source is NumberSource.ASSUMED
+    with pytest.raises(ValueError, match="up to [48] of these GPUs"):
+        named(f"9x{gpu}")
+
+
+def test_rings_of_other_numbers_have_other_hops():
+    assert named("h200x7").library.all_gather_us == pytest.approx(named("h200x8").library.all_gather_us - 0.7)
+    assert named("8xa40").library.all_reduce_us == pytest.approx(named("a40x4").library.all_reduce_us + 4 * 1.4)
+    assert (named("2x4xh100").nodes, named("16xa100").title) == (2, "2 nodes of 8 x NVIDIA A100 SXM 80 GB")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("H100", "'H100': say how many, such as 8xh100; the nearest names are 8xh100, 8xh200, "),
+        ("8 x H100 NVL", "these GPUs are not described; the nearest names are 8xh100, "),
+        ("2xT4", r"the nearest names are 8xl4, .* Yours can .* base = .l4x8. \(docs/internals/model.md\)"),
+        ("16xL40S", "such nodes are not described; the nearest names are 8xl40s, "),
+        ("8xMI210", "up to 4 of these GPUs"),
+        ("mi300", "8xmi300"),
+        ("1xh100", "1 x NVIDIA H100 SXM communicates nothing: at least 2 GPUs"),
+        ("nowhere.toml", "no such file"),
+    ],
+)
+def test_unknown_names_get_the_nearest_ones(name, text):
+    with pytest.raises(ValueError, match=text):
+        find(name)
 
 
 def test_a_machine_says_whether_sidelane_has_run_there():
@@ -154,7 +223,7 @@ PLANTED = [
     (MI300X + "[dma]\ncopy_us = 'fast'\n", "allowed=a number"),
     (MI300X + "gpus = 0\n", "2 to 4096"),
     (MI300X + "runs = 'maybe'\n", "allowed=measured, never, unsupported"),
-    ('base = "mi300"\n', "allowed=4090x2"),
+    ('base = "mi300"\n', "say how many, such as 8xmi300"),
     ('name = "x"\ntitle = "x"\ngpus = 2\n', "gpu: section is missing"),
     # Links and engines that cannot be.
     (H200 + "[links]\nusable_gbps = 500\n", "links.usable_gbps: (value=500, allowed=up to 450, which is links.peak"),
@@ -267,13 +336,6 @@ def test_several_nodes_are_refused_where_they_are_not_modelled(ask):
     many = parse('base = "mi300x8"\nname = "many"\nnodes = 16\n', "many.toml")
     with pytest.raises(ValueError, match=r"nodes of many \(value=16, allowed=1; what crosses nodes is modelled for"):
         ask(many)
-
-
-def test_unknown_names_list_the_catalogue():
-    with pytest.raises(ValueError, match="mi300x8"):
-        find("mi300")
-    with pytest.raises(ValueError, match="no such file"):
-        find("nowhere.toml")
 
 
 def test_changing_one_number():

@@ -121,8 +121,8 @@ def test_parts_are_sound_whatever_the_pair():
 
 def test_what_is_not_described_is_refused(capsys):
     pair = parse_workload("cb1_896M", Kind.ALL_GATHER)
-    with pytest.raises(ValueError, match=r"a100x4 has no power figures \(value=None, allowed=a section \[power\]\)"):
-        pair_power(named("a100x4"), pair, "conccl")
+    with pytest.raises(ValueError, match=r"a100-40x4 has no power figures \(value=None, allowed=a section \[power\]\)"):
+        pair_power(named("a100-40x4"), pair, "conccl")
     ours = strategy_named("sm_priority")
     with pytest.raises(ValueError, match="no description has watts of Sidelane's kernels"):
         pair_power(H200, pair, ours)

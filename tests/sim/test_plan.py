@@ -84,10 +84,6 @@ def test_what_was_simulated_for_one_machine_is_not_taken_for_another():
         assert step_times(MI300X.with_value(path, 0.9 * value), step, "dma both").time_us != known.time_us, path
 
 
-def test_parameters_of_a_layer():
-    assert SMALL.parameters == 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) == 218_103_808
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("machine", [H200, MI300X], ids=lambda machine: machine.name)
 def test_what_is_exposed_lies_between_nothing_and_all(machine, strategy):
@@ -108,19 +104,6 @@ def test_gathers_straight_into_the_parameters_save_the_copies_out():
     assert copied == pytest.approx(moved / (0.9 * 4800 * 0.9178e3), rel=0.01)
     saved = step_times(H200, step, "dma both").time_us - step_times(H200, step, "straight both").time_us
     assert saved == pytest.approx(copied, rel=0.1)
-
-
-def test_a_layer_more_costs_what_a_layer_costs():
-    times = [step_times(H200, Step(dataclasses.replace(SMALL, layers=n), 4096, 4096), "library") for n in (8, 16, 32)]
-    assert times[2].time_us - times[1].time_us == pytest.approx(2 * (times[1].time_us - times[0].time_us))
-
-
-def test_more_tokens_hide_more():
-    shares = []
-    for tokens in (4096, 16384, 65536):
-        times = step_times(MI300X, Step(SMALL, tokens, 4096), "dma both")
-        shares.append(times.exposed_us / times.time_us)
-    assert shares == sorted(shares, reverse=True)
 
 
 def planned(strategy, time, exposed, collectives, sharding=FSDP):

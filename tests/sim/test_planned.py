@@ -21,6 +21,7 @@ from sidelane_lab.model.serving import ServedModel, decode_us, prefill_us
 from sidelane_lab.model.transformer import of_config, preset, presets, read_model
 
 ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "guide" / "start-planning.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", presets())
@@ -34,10 +35,20 @@ def test_parameters_are_those_that_were_published(name):
 
 
 def test_models_by_the_names_that_people_use():
-    asked = {"7B": "llama-2-7b", "Llama 3.1 8B": "llama-3.1-8b", "llama3-70b": "llama-3.1-70b", "70B": "llama-3.1-70b"}
-    asked |= {"meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b", "Qwen3-32B": "qwen3-32b", "32b": "qwen3-32b"}
-    asked |= {"Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b", "Mixtral-8x7B-v0.1": "mixtral-8x7b"}
-    asked |= {"deepseek-ai/DeepSeek-V3": "deepseek-v3", "DeepSeek-R1": "deepseek-v3", "Llama-2-70b-hf": "llama-2-70b"}
+    asked = {
+        "7B": "llama-2-7b",
+        "Llama 3.1 8B": "llama-3.1-8b",
+        "llama3-70b": "llama-3.1-70b",
+        "70B": "llama-3.1-70b",
+        "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+        "Qwen3-32B": "qwen3-32b",
+        "32b": "qwen3-32b",
+        "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b",
+        "Mixtral-8x7B-v0.1": "mixtral-8x7b",
+        "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+        "DeepSeek-R1": "deepseek-v3",
+        "Llama-2-70b-hf": "llama-2-70b",
+    }
     assert {text: preset(text).name for text in asked} == asked
     with pytest.raises(ValueError, match=r"did you mean 'qwen3-32b'"):
         preset("qwen3-33b")
@@ -140,7 +151,7 @@ def _measured():
     for row in json.loads((ROOT / "results" / "h200x2" / "servers.json").read_text())["rows"]:
         plain = row["peers"] == "nvlink" and not row["batch_invariant"] and row["model"] != "sums"
         # Steps of 256 sequences, measured later, are 18 to 25% longer than predicted (docs/guide/start-planning.md).
-        if plain and row["implementation"] in ("nccl", "sidelane") and row["sequences"] <= 64:
+        if plain and row["implementation"] in ("nccl", "custom", "sidelane") and row["sequences"] <= 64:
             yield row["model"], row["sequences"], 512, row["implementation"], row["ms_per_token"], 0.14
 
 
@@ -149,10 +160,12 @@ MEASURED = list(_measured())
 
 @pytest.mark.parametrize(("name", "batch", "length", "way", "ms", "off"), MEASURED)
 def test_serving_as_measured(name, batch, length, way, ms, off):
-    """On two H200s; one number was fitted, to decoding with Llama 3.2 1B for one sequence by NCCL. vLLM's layers have
-    fewer kernels between GEMMs, for which the model is up to 14% too slow."""
+    """On two H200s; one number was fitted, to decoding with Llama 3.2 1B for one sequence by NCCL, and what vLLM's
+    kernel takes longer, to sums alone. vLLM's layers have fewer kernels between GEMMs, for which the model is up to 14%
+    too slow."""
     served = ServedModel(preset(name), batch or 1, length, 2)
-    found = (decode_us if batch else prefill_us)(named("h200x2"), served, ours=way != "nccl") / 1e3
+    predicted = serving.server_us if way == "custom" else decode_us if batch else prefill_us
+    found = predicted(named("h200x2"), served, **{"ours": way != "nccl"} if way != "custom" else {}) / 1e3
     assert found == pytest.approx(ms, rel=off)
 
 
@@ -200,6 +213,27 @@ def test_large_gemms_of_mi300x_are_as_fast_as_others():
         assert expected < each < (1 + off) * expected
 
 
+def test_the_answer_says_which_comparison_is_nearest():
+    """With its error, as the guide has it: no plan is said to be surer than the page says."""
+    titan = planning.plan(named("h100x8"), Step(preset("8B"), 16384, 8192, True), ("FSDP2",))
+    each = titan.tokens_per_s(titan.usual) / 8
+    more = [round(100 * (each / published - 1)) for published in (5762, 6667)]
+    assert f"{more[0]}% faster than torchtitan" in planning.TITAN and f"{more[1]}% than compiled" in planning.TITAN
+    assert f"| {each:,.0f} with NCCL: {more[0]}% and {more[1]}% more |" in GUIDE
+    experts = Step(preset("Mixtral-8x7B"), 64, 64, tensor=2)
+    for name, step, said in (
+        ("h200x4", titan.step, [planning.STEPS]),
+        ("4xb200", titan.step, [planning.STEPS, planning.TITAN]),
+        ("32xh100", titan.step, [planning.STEPS, planning.TITAN, "Nothing was compared with several nodes"]),
+        ("8xmi300x", titan.step, [planning.EXPECTED]),
+        ("h200x4", experts, [planning.STEPS, "Nothing was compared with experts, --tp and --cp"]),
+    ):
+        assert [text.rpartition("; ")[2] for text in planning.how_sure(named(name), step)] == [
+            f"{one}." for one in said
+        ]
+    assert f"13% off at worst in {len(MEASURED)} rows" in serving.SURE and f"| {len(MEASURED)} rows of" in GUIDE
+
+
 @pytest.mark.parametrize("gpus", [4, 8])
 def test_sums_are_measured_where_explain_has_measured_ones(gpus):
     """64 KiB between four H200s: 4.8 us in a graph; predicted programs on copy engines would take ten times as long."""
@@ -216,15 +250,8 @@ def test_memory_of_a_served_model():
     assert latent["KV cache"] == pytest.approx(2 * 61 * 576 * 1000 / 1e9)
 
 
-QUESTIONS = re.findall(
-    r"(?m)^\| ([^|]+\?) \| `sidelane plan ([^`]+)` \| (.+) \|$",
-    (ROOT / "docs" / "guide" / "start-planning.md").read_text(encoding="utf-8"),
-)
-SLOW = ("256x", "32xh100", "2x8xh100")
-
-
-def _is_slow(words):
-    return any(name in words for name in SLOW) and "--tp" not in words
+QUESTIONS = re.findall(r"(?m)^\| ([^|]+\?) \| `sidelane plan ([^`]+)` \| (.+) \|$", GUIDE)
+SLOW = re.compile("256x|32xh100|2x8xh100(?!.*--tp)")
 
 
 def test_there_are_twenty_questions():
@@ -233,7 +260,7 @@ def test_there_are_twenty_questions():
 
 @pytest.mark.parametrize(
     ("words", "first"),
-    [(long if _is_slow(words) else pytest.param)(words, first) for _, words, first in QUESTIONS],
+    [(long if SLOW.search(words) else pytest.param)(words, first) for _, words, first in QUESTIONS],
 )
 def test_the_answer_begins_as_the_guide_says(words, first):
     shown = CliRunner().invoke(plan, shlex.split(words))
@@ -256,7 +283,7 @@ def test_what_does_not_fit_is_planned_for_the_way_that_needs_the_least():
     ("words", "problem"),
     [
         ("--model 8b", "--machine or --nodes is needed"),
-        ("--model 8b --machine h100", "did you mean 'h100x8'"),
+        ("--model 8b --machine h100", "say how many, such as 8xh100"),
         ("--model 8b --machine 8xh100 --tp 3", r"--tp \(value=3, allowed=divisors of 8"),
         ("--model 8b --machine 8xh100 --dtype fp8", "--dtype"),
         ("--model 8b --machine 8xh100 --tokens 100", "add --sequence 100"),
@@ -269,9 +296,13 @@ def test_what_does_not_fit_is_planned_for_the_way_that_needs_the_least():
         ("--model layers=2,hidden=4096,heads=32,kv_heads=7,feed=99 --machine 8xh100", "kv_heads .*divisors of 32"),
         ("--model layers=2,hidden=4096,heads=0,feed=99 --machine 8xh100", "heads .*allowed=a whole number"),
         ("--model 8b --machine 8xh100 --tp 0", "--tp"),
-        ("--model 8b --machine 8xrtx4090", "value='4090x8', .*did you mean '4090x2'"),
-        ("--model 8b --machine 8xh1000", "value='8xh1000'"),
-        ("--model 8b --machine 2xa100", "did you mean 'a100x4'"),
+        ("--model 8b --machine 9xrtx4090", "'4090x9': up to 8 of these GPUs .* nearest names are 8x4090, "),
+        ("--model 8b --machine 8xh100 --context 99", "--context is not for training; for training say --sequence"),
+        ("--model 8b --machine 8xh100 --batch 2 --tokens 8K", "--tokens and --batch: one of them"),
+        ("--model 8b --machine 8xh100 --serve --tokens 5", "--tokens is not for --serve; .* say --batch and --context"),
+        ("--model 8b --machine 8xh100 --serve --optimizer sgd", "--optimizer is not for --serve"),
+        ("--trace README.md --tp 2", "--tp is not for --trace; a recorded step has its own"),
+        ("--model 8b --machine 8xh1000", "'8xh1000': these GPUs are not described; the nearest names are 8xh100, "),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words, problem):

@@ -212,7 +212,7 @@ def test_prelaunch_always_helps_and_large_sizes_do_without():
 
 @pytest.mark.parametrize("priority", [False, True])
 def test_pipelined_iterations_keep_their_order(priority):
-    machine = named("a100x4")
+    machine = named("a100-40x4")
     pipeline = Pipeline(parse_gemm("cb1"), Kind.ALL_TO_ALL, 896 << 20, OPT1, 256, iterations=4)
     run = run_pipeline(machine, pipeline, priority=priority)
     for i in range(4):
@@ -224,7 +224,7 @@ def test_pipelined_iterations_keep_their_order(priority):
 
 
 def test_priority_lets_the_collective_in():
-    machine = named("a100x4")
+    machine = named("a100-40x4")
     pipeline = Pipeline(parse_gemm("cb1"), Kind.ALL_TO_ALL, 896 << 20, OPT1, 16384, iterations=4)
     runs = [run_pipeline(machine, pipeline, priority=flag) for flag in (False, True)]
     assert runs[1].ended_us["C0"] < runs[0].ended_us["C0"]

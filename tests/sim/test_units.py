@@ -106,7 +106,7 @@ def test_a_unit_is_a_concave_function_of_its_blocks():
 
 
 @pytest.mark.parametrize(
-    ("name", "opt1", "opt2"), [("a40x4", 6, 3), ("a100x4", 7, 4), ("h100x4", 7, 4), ("mi250x8", 4, 2)]
+    ("name", "opt1", "opt2"), [("a40x4", 6, 3), ("a100-40x4", 7, 4), ("h100x4", 7, 4), ("mi250x8", 4, 2)]
 )
 def test_registers_and_shared_memory_bound_the_blocks_of_a_unit(name, opt1, opt2):
     machine = named(name)

@@ -99,11 +99,10 @@ class MisusedError(click.UsageError):
         self.page = page
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print it to stderr, behind the usage of the command."""
+        """Print it to stderr, and what to read."""
         path = "" if self.ctx is None else f"{self.ctx.command_path} --help, "
-        usage = "" if self.ctx is None else f"{self.ctx.get_usage()}\n\n"
         see = f"{path}{Page.COMMANDS.shown}" if self.page is None else self.page.shown
-        click.echo(f"{usage}Error: {self.format_message()}\n{SEE}{see}", file=file, err=file is None)
+        click.echo(f"Error: {self.format_message()}\n{SEE}{see}", file=file, err=file is None)
 
 
 @contextlib.contextmanager

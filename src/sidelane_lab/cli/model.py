@@ -236,11 +236,9 @@ class PlanOptions(CommandOptions):
         show_default=False,
     )
     serve: bool = option("--serve", False, "Plan serving: decoding and prefill, by tensor parallelism.", is_flag=True)
-    tokens: int = option(
-        "--tokens",
-        8192,
-        "Tokens of a rank in a pass; with --tp of the ranks that share layers.",
-        default="8192",
+    tokens: int | None = option(
+        *("--tokens", None, "Tokens of a rank in a pass; with --tp of the ranks that share layers."),
+        show_default="about 8192, whole sequences",
         **NUMBER,
     )
     sequence: int = option("--sequence", 4096, "Length of a sequence in tokens.", default="4096", **NUMBER)
@@ -267,10 +265,34 @@ class PlanOptions(CommandOptions):
     layers: int | None = option(
         "--layers", None, "Number of layers.", type=click.IntRange(min=1), show_default="the model's"
     )
-    batch: int = option("--batch", 8, "With --serve: sequences that are decoded at once.", default="8", **NUMBER)
+    batch: int | None = option(
+        *("--batch", None, "Sequences of a rank in a pass; with --serve those that are decoded at once."),
+        show_default="by --tokens; with --serve 8",
+        **NUMBER,
+    )
     length: int = option("--context", 4096, "With --serve: tokens of each sequence.", default="4096", **NUMBER)
     json: Path | None = shared(json_option, None)
     report: Path | None = shared(report_option, None)
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of a rank in a pass."""
+        return self.tokens or self.sequence * (self.batch or max(1, TOKENS // self.sequence))
+
+
+TOKENS = 8192
+"""Tokens of a rank in a pass, if nothing is said and sequences are not longer."""
+COMMON = ("machine", "json")
+SHARED = (*COMMON, "model", "layers", "tensor", "dtype", "batch", "report")
+READ = {
+    "--trace": ((*COMMON, "trace"), "a recorded step has its own"),
+    "--serve": ((*SHARED, "serve", "length"), "for the load of a server say --batch and --context"),
+    "training": (
+        (*SHARED, "nodes", "tokens", "sequence", "shard", "context", "experts", "accumulate", "optimizer", "recompute"),
+        "for training say --sequence",
+    ),
+}
+"""Options that each kind of plan reads, and what to say instead of others."""
 
 
 def _plan(**parameters: Any) -> None:
@@ -278,6 +300,15 @@ def _plan(**parameters: Any) -> None:
     if bool(options.model) == (options.trace is not None):
         value = "both" if options.model else "neither"
         raise ValueError(f"plan: --model or --trace is needed (value={value}, allowed=one of them)")
+    kind = "--trace" if options.trace else "--serve" if options.serve else "training"
+    flags = {one.name: one.opts[0] for one in click.get_current_context().command.params}
+    read, instead = READ[kind]
+    for name in (name for name in parameters if name not in read and given(name)):
+        raise ValueError(f"plan: {flags[name]} is not for {kind}; {instead}")
+    if options.tokens and options.batch:
+        raise ValueError("plan: --tokens and --batch: one of them says how large a pass is (tokens, or sequences)")
+    if options.machine:
+        loaded("machines.load").find(options.machine, least=1)
     loaded("model.plan" if options.trace is None else "traces.command").main(options)
 
 

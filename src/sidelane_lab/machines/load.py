@@ -20,17 +20,33 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from sidelane.errors import nearest
 from sidelane.user_files import json_of
 from sidelane_lab.harness.files import text_of
-from sidelane_lab.machines.spec import Machine, NetworkTopology, NumberLimit, NumberSource, Quantity, RunStatus
+from sidelane_lab.machines.spec import (
+    Machine,
+    NetworkTopology,
+    NumberLimit,
+    NumberSource,
+    Quantity,
+    RunStatus,
+    Topology,
+)
 
 TOP_LEVEL = ("name", "title", "gpus", "nodes", "base", "runs")
 RUNS = {"measured": RunStatus.MEASURED, "never": RunStatus.UNRUN, "unsupported": RunStatus.UNSUPPORTED}
 """Values of ``runs``. A machine takes over only ``unsupported`` from its base: AMD GPUs, which never ran Sidelane."""
+HOP_US = 0.70
+"""Microseconds of a hop of NCCL's rings, as measured among two and four H200s."""
+HOPS = {"library.all_gather_us": 1, "library.reduce_scatter_us": 1, "library.all_reduce_us": 2}
+"""Hops that each further GPU adds to a ring."""
+MOST_GPUS = 8
+"""GPUs of a node at the most that is not in the catalogue."""
 MOST_NODES = 1024
 """Nodes at the most of a machine that the catalogue describes with two."""
-NOT_THE_NAME = re.compile(r"\d+ ?gb|hbm\w*|nvidia|amd|instinct|geforce|rtx|sxm\d?|hgx|nodes?|gpus?|\bof\b|[-_*]")
+NOT_THE_NAME = re.compile(
+    r"\d+ ?gb|hbm\w*|nvidia|amd|instinct|geforce|rtx|sxm\d?|hgx|"
+    r"(?:blackwell )?(?:server|workstation) edition|oam|/mi250|nodes?|gpus?|\bof\b|[-_*]"
+)
 """Parts of the names that people write which say nothing more than the GPU does."""
 OF_ONE_GPU = ("power",)  # optional sections that a machine with other GPUs does not take over from its base
 QUANTITY_KEYS = ("value", "source", "of", "low", "high")
@@ -74,28 +90,41 @@ def canonical_name(text: str) -> str:
 
     >>> [canonical_name(text) for text in ("8 x H100 SXM", "2x8xh100", "DGX-H100", "256xMI300X", "2xRTX4090", "h200x4")]
     ['h100x8', 'h100x8x2', 'h100x8', 'mi300x8x32', '4090x2', 'h200x4']
-    >>> canonical_name("8 x NVIDIA H100 80GB HBM3"), canonical_name("2 x NVIDIA GeForce RTX 4090")  # as torch has them
-    ('h100x8', '4090x2')
+    >>> canonical_name("8 x NVIDIA H100 80GB HBM3"), canonical_name("4 x NVIDIA A100-SXM4-40GB")  # as torch has them
+    ('h100x8', 'a100-40x4')
     """
-    known, largest = machine_names(), dict[str, int]()
-    for gpu, gpus in re.findall(r"(?m)^(\w+?)x(\d+)(?:x\d+)?$", "\n".join(known)):
-        largest[gpu] = max(largest.get(gpu, 0), int(gpus))
-    plain = NOT_THE_NAME.sub(" ", text.lower()).replace("dgx", "8x")
-    found = re.fullmatch(rf"([\dx\s]*?)({'|'.join(largest)})((?:[x\s][\dx\s]*)?)", plain)
-    if found is None or re.search("a100.*80 ?gb", text.lower()):  # the catalogue's have 40 GB
+    written, plain = {gpu.replace("-", " "): gpu for gpu in _gpus()}, _plain(text)
+    found = re.fullmatch(rf"([\dx ]*?)({'|'.join(sorted(written, reverse=True))})((?:[x ][\dx ]*)?)", plain)
+    if found is None:
         return text
-    before, gpu, after, node = *found.groups(), largest[found[2]]
+    before, gpu, after = found[1], written[found[2]], found[3]
     counts = [*re.findall(r"\d+", after), *reversed(re.findall(r"\d+", before))]  # GPUs of a node, then nodes
-    if len(counts) == 1 and f"{gpu}x{node}x2" in known and int(counts[0]) > node and int(counts[0]) % node == 0:
-        counts = [str(node), str(int(counts[0]) // node)]
+    if len(counts) == 1 and int(counts[0]) > MOST_GPUS and int(counts[0]) % MOST_GPUS == 0:
+        counts = [str(MOST_GPUS), str(int(counts[0]) // MOST_GPUS)]
     return "x".join((gpu, *(count for number, count in enumerate(counts) if number == 0 or count != "1")))
+
+
+def _plain(text: str) -> str:
+    """Return a name without the parts that say nothing more than the GPU does."""
+    of_memory = re.sub(r"a100(.*?)40 ?gb", r"a100-40\1", text.lower())  # an A100 has 80 GB, if nothing is said
+    plain = NOT_THE_NAME.sub(" ", of_memory.replace("dgx", "8x").replace("pro 6000", "pro6000"))
+    return re.sub(r" +", " ", plain).strip()
+
+
+def _gpus() -> dict[str, int]:
+    """Return the GPUs of the catalogue, and how many of each its largest node has."""
+    found = dict[str, int]()
+    for gpu, gpus in re.findall(r"(?m)^([\w-]+?)x(\d+)(?:x\d+)?$", "\n".join(machine_names())):
+        found[gpu] = max(found.get(gpu, 0), int(gpus))
+    return found
 
 
 @functools.cache
 def named(name: str) -> Machine:
-    """Return the machine of the catalogue with that name.
+    """Return the machine of the catalogue with that name, or one with as many of its GPUs as the name says.
 
-    Nodes that the catalogue has twice are there in any other number, too: ``h100x8x4`` is ``h100x8x2`` with four.
+    Others than the catalogue has are a part of its largest node, or up to eight where no link joins every two of them.
+    Nodes that it has twice are there in any other number, too: ``h100x8x4`` is ``h100x8x2`` with four.
 
     Raises:
         ValueError: there is none.
@@ -104,11 +133,37 @@ def named(name: str) -> Machine:
     if wanted in known:
         entry = importlib.resources.files("sidelane_lab.machines") / "catalog" / f"{wanted}.toml"
         return parse(entry.read_text(encoding="utf-8"), f"{wanted}.toml")
-    node, _, nodes = wanted.rpartition("x")
-    if f"{node}x2" in known and named(f"{node}x2").nodes == 2 and nodes.isdecimal() and 2 <= int(nodes) <= MOST_NODES:
-        return dataclasses.replace(with_nodes(named(f"{node}x2"), int(nodes)), name=wanted)
-    near = nearest(wanted, [one for one in known if one.split("x")[0] == wanted.split("x")[0]] or known)
-    raise ValueError(f"machine: name (value={name!r}, allowed={', '.join(known)}, or a .toml or .json){near}")
+    parts = re.fullmatch(r"([\w-]+?)x(\d{1,2})(?:x(\d{1,4}))?", wanted)
+    gpu, gpus, nodes = (parts[1], int(parts[2]), int(parts[3] or 1)) if parts else ("", 0, 1)
+    described = [f"{gpu}x{count}{'x2' * (nodes > 1)}" for count in (gpus, _gpus().get(gpu))]
+    base = next((named(one) for one in described if one in known), None)
+    most = 0 if base is None else base.gpus if base.links.topology is Topology.MESH else max(base.gpus, MOST_GPUS)
+    if base is None or not (0 < gpus <= most and nodes <= MOST_NODES):
+        kind = gpu if gpu in _gpus() else re.sub(r"^(\d+ ?x? ?)+(?=\D)|( ?x ?\d+)+$", "", _plain(name))
+        near = [f"{_gpus()[one]}x{one}" for one in difflib.get_close_matches(kind, _gpus(), 3, 0)]
+        few = f"up to {most} of these GPUs in a node are described" if most else "these GPUs are not described"
+        few = "such nodes are not described" if nodes > 1 and gpu in _gpus() else few
+        few = f"say how many, such as {near[0]}" if kind in _gpus() and not parts else few
+        raise ValueError(
+            f"machine: {name!r}: {few}; the nearest names are {', '.join(near)}. Yours can be described in a file that "
+            f'begins with base = "{canonical_name(near[0])}" (docs/internals/model.md)'
+        )
+    return dataclasses.replace(with_nodes(_with_gpus(base, gpus), nodes), name=wanted)
+
+
+def _with_gpus(machine: Machine, gpus: int) -> Machine:
+    """Return a machine with another number of GPUs in a node, whose rings have other hops; nothing was measured."""
+    if gpus == machine.gpus:
+        return machine
+    title = re.sub(r"\d+ x ", f"{gpus} x ", machine.title)
+    runs = RunStatus.UNSUPPORTED if machine.runs is RunStatus.UNSUPPORTED else RunStatus.UNRUN
+    library = _assumed(machine.library, machine.title)
+    changed = dataclasses.replace(machine, gpus=gpus, title=title, runs=runs, library=library)
+    if machine.host is None and machine.runs is not RunStatus.UNSUPPORTED:
+        for path, hops in HOPS.items():
+            us = float(machine.quantities()[path]) - hops * HOP_US * (machine.gpus - gpus)
+            changed = changed.with_value(path, us)
+    return changed
 
 
 def with_nodes(machine: Machine, nodes: int) -> Machine:
@@ -123,8 +178,8 @@ def with_nodes(machine: Machine, nodes: int) -> Machine:
     return changed.with_value("links.torus_row", row)
 
 
-def find(name_or_path: str) -> Machine:
-    """Return a machine by its name in the catalogue, or from a TOML or JSON file.
+def find(name_or_path: str, *, least: int = 2) -> Machine:
+    """Return a machine of so many GPUs at least by its name in the catalogue, or from a TOML or JSON file.
 
     Raises:
         ValueError: no such name, or the file is wrong; the text names the number and what is allowed.
@@ -137,7 +192,10 @@ def find(name_or_path: str) -> Machine:
                 f"machine: no such file (value={name_or_path!r}, allowed={names}, or a file that there is)"
             )
         return parse(text_of(path), name_or_path)
-    return named(name_or_path)
+    machine = named(name_or_path)
+    if machine.world_size < least:
+        raise ValueError(f"machine: {machine.title} communicates nothing: at least {least} GPUs are needed")
+    return machine
 
 
 def parse(text: str, where: str) -> Machine:

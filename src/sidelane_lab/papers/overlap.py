@@ -35,7 +35,7 @@ from sidelane_lab.papers.measurements import PipelineReadings
 from sidelane_lab.papers.rows import model_rows
 from sidelane_lab.sim import Interval
 
-PLATFORMS = {"A40": "a40x4", "A100": "a100x4", "H100": "h100x4", "MI250X": "mi250x8"}
+PLATFORMS = {"A40": "a40x4", "A100": "a100-40x4", "H100": "h100x4", "MI250X": "mi250x8"}
 NVIDIA = ("A40", "A100", "H100")
 BLOCKS = (16, 64, 256, 1024, 4096)
 """Thread-block counts; the paper's are not in the text but for 16 and 32."""

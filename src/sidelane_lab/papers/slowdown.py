@@ -46,7 +46,7 @@ Brackets = dict[str, list[float]]
 def platforms() -> dict[str, Machine]:
     """Return the paper's machines: four GPUs each, an MI250 being two dies of 104 units and 181 TFLOPS (data sheet)."""
     dies = named("mi250x8").with_value("gpu.units", 104).with_value("gpu.peak_tflops", 181)
-    return {"A100": named("a100x4"), "H100": named("h100x4"), "MI250": dies, "MI210": named("mi210x4")}
+    return {"A100": named("a100-40x4"), "H100": named("h100x4"), "MI250": dies, "MI210": named("mi210x4")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
