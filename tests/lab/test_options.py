@@ -131,7 +131,7 @@ WRONG: dict[type[StudyOptions], tuple[tuple[dict[str, Any], str], ...]] = {
         ({"operations": ("move",)}, "value='move', allowed=copy, copies"),
         ({"variants": ("circle",)}, "variants: (value=circle"),
         ({"warmup": 0}, "warmup (value=0, allowed=1 and more)"),
-        ({"predict": "mi300"}, "value='mi300'"),
+        ({"predict": "mi300"}, "'mi300': say how many"),
     ),
     PowerOptions: (
         ({"collectives": ()}, "at least one of collectives"),

@@ -307,8 +307,8 @@ def _plan(**parameters: Any) -> None:
         raise ValueError(f"plan: {flags[name]} is not for {kind}; {instead}")
     if options.tokens and options.batch:
         raise ValueError("plan: --tokens and --batch: one of them says how large a pass is (tokens, or sequences)")
-    if options.machine:
-        loaded("machines.load").find(options.machine, least=1)
+    if options.machine and not options.machine.endswith((".toml", ".json")):
+        loaded("machines.load").named(options.machine)  # what takes a second to load is not needed to refuse a name
     loaded("model.plan" if options.trace is None else "traces.command").main(options)
 
 
