@@ -275,7 +275,7 @@ def index() -> str:
 
 
 def task_page(name: str) -> str:
-    """Return one page, in Markdown. Comments tell the site where whole docstrings belong."""
+    """Return one page, in Markdown. The site adds whole docstrings after each first table of a section."""
     page = TASKS[name]
     lines = [f"# {page.title}", "", *textwrap.wrap(page.text, 116, break_on_hyphens=False), ""]
     for section in page.sections:
@@ -286,7 +286,7 @@ def task_page(name: str) -> str:
             if isinstance(one, ast.ClassDef) and (methods := [*_methods(one)]):
                 lines += ["", f"### {one.name}", "", "| name | meaning |", "|---|---|"]
                 lines += [f"| `{_shown(method)}` | {first_line(method)} |" for method in methods]
-        lines += ["", *(f"<!-- docstring: {section.module}.{one.name} -->" for one in found), ""]
+        lines += [""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -42,7 +42,7 @@ def as_shown(page: str, text: str) -> str:
     """Return the source of a page, by its name without ``.md``.
 
     The front page is the README. Links to folders and to pages beside code and results, which a site does not have,
-    become links to the list of result files, and comments for docstrings become the docstrings.
+    become links to the list of result files, and tables of the interface are followed by the docstrings.
     """
     if source := ELSEWHERE.get(page):
         place = (ROOT / "docs" / page).parent
@@ -58,7 +58,6 @@ def as_shown(page: str, text: str) -> str:
     if page.startswith("reference/api/"):
         text = METHODS.sub("", text)  # their docstrings follow
         text = re.sub(r"Import from `(\S+)`:\n\n\| name \| meaning \|\n(?:\|.*\n)+", _linked_names, text)
-    text = re.sub(r"<!-- docstring: (\S+) -->", _docstring, text)
     return LINK.sub(lambda match: _link(page, match), text)
 
 
@@ -143,13 +142,14 @@ def _link(page: str, match: re.Match[str]) -> str:
 
 
 def _linked_names(match: re.Match[str]) -> str:
-    """Return a table of the interface whose names lead to their docstrings."""
-    return re.sub(r"^\| `(\w+)(?:\(.*?\))?` \|", rf"| {{py:obj}}`\1 <{match[1]}.\1>` |", match[0], flags=re.MULTILINE)
+    """Return a table of the interface whose names lead to their docstrings, which follow."""
+    names = re.compile(r"^\| `(\w+)(?:\(.*?\))?` \|", re.MULTILINE)
+    table = names.sub(rf"| {{py:obj}}`\1 <{match[1]}.\1>` |", match[0])
+    return table + "".join(_docstring(f"{match[1]}.{name}") for name in names.findall(match[0]))
 
 
-def _docstring(match: re.Match[str]) -> str:
+def _docstring(name: str) -> str:
     """Return the directive for a name as users import it."""
-    name = match[1]
     members = f"\n   :members:\n   :exclude-members: {', '.join(INTERNAL)}"
     is_class = name.rpartition(".")[2][0].isupper()
     directive = f".. autoclass:: {name}{members}" if is_class else f".. autofunction:: {name}"
