@@ -186,7 +186,7 @@ def table(results: dict[str, dict[str, list[str]]], ranks: int, torch_version: s
             lines.append(f"| `{name}` | {gloo[name][0]} | {ours[name][0]} | {why} |")
     skipped = Counter(gloo[name][1] for name in names if (gloo[name][0], ours[name][0]) == (SKIPPED, SKIPPED))
     lines += ["", "## The most frequent reasons to skip a test on both", "", "| tests | reason |", "|---|---|"]
-    lines += [f"| {count} | {why.replace('|', '/')[:160]} |" for why, count in skipped.most_common(12)]
+    lines += [f"| {count} | {why.replace('|', '/')[:160]} |" for why, count in skipped.most_common(5)]
     return "\n".join(lines) + "\n"
 
 
