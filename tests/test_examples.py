@@ -40,10 +40,21 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     assert all(f"rank {rank} of 2 on cpu" in said for rank in range(2))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_ring_attention_among_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
-    said = run_program(ROOT / "examples" / "ring_attention.py", tmp_path, ("--tokens", "72"), ranks)
-    assert said.count("results and gradients as with the whole sequence") == ranks
+RING, ROWS = "examples/ring_attention.py", "results/scripts/rows_beside.py"
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "ranks", "line", "count"),
+    [
+        (RING, ("--tokens", "72"), 1, "results and gradients as with the whole sequence", 1),
+        (RING, ("--tokens", "72"), 3, "results and gradients as with the whole sequence", 3),
+        (ROWS, ("rows.json",), 3, " True ", 4),  # its ways
+    ],
+)
+def test_programs_among_any_number_of_ranks(
+    program: str, arguments: tuple[str, ...], ranks: int, line: str, count: int, tmp_path: Path
+) -> None:
+    assert run_program(ROOT / program, tmp_path, arguments, ranks).count(line) == count
 
 
 def test_the_profiler_counts_kernels_at_once_only_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
 from sidelane import Communicator
 from sidelane.config import COMPUTE
 from sidelane.deep_ep.tokens import count_tokens, exchange_layout, send_tokens
@@ -44,7 +47,7 @@ from sidelane_lab.pairs.beside import compare_beside
 from sidelane_lab.pairs.pair import pair_streams
 from sidelane_lab.pairs.workload import Gemm
 
-UNITS = 132, 100, 64, 24
+UNITS = (132, 100, 64, 24) if torch.cuda.is_available() else (132, 24)
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -167,8 +170,6 @@ def main(out: str) -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    else:
-        os.environ["TRITON_INTERPRET"] = "1"
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     rank = Rank(dist.get_rank(), dist.get_world_size(), device, print)
     found = measure(rank, Rounds(1, 1) if device.type == "cpu" else Rounds(2, 9))
