@@ -33,7 +33,7 @@ DECLARED: dict[str, set[str]] = {
     "methods": {f"{name} {found}" for name, operator in OPERATORS.items() for found in operator.methods},
     "orders": {f"embedding_all_to_all {found}" for found in ORDERS}
     | {f"all_reduce_rms_norm {found}" for found in SCHEDULES[1:]},
-    "strategies": {found.name for found in strategies()},
+    "strategies": {found.code for found in strategies()},
     "settings": {field.name for field in dataclasses.fields(Config)},
 }
 NOTHING = "nothing"

@@ -23,20 +23,20 @@ def comm_of(n: int, abilities: Abilities = EVERYTHING) -> Any:
 @pytest.mark.parametrize("n", [1, 2, 8])
 def test_all_blocks(n: int) -> None:
     for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE):
-        found = variant_of(comm_of(n), named("sm_priority"), kind, 1 << 20, "bfloat16")
+        found = variant_of(comm_of(n), named("kernels_priority"), kind, 1 << 20, "bfloat16")
         assert found in ("one_shot", "two_shot"), "what needs symmetric memory is for those who ask for it"
 
 
 def test_what_no_kernel_runs() -> None:
-    with pytest.raises(ValueError, match="overlap: sm_rp: there is no kernel for scatter here"):
-        variant_of(comm_of(4), named("sm_rp"), Kind.SCATTER, 64, "int32")
+    with pytest.raises(ValueError, match="overlap: kernels_partition: there is no kernel for scatter here"):
+        variant_of(comm_of(4), named("kernels_partition"), Kind.SCATTER, 64, "int32")
     with pytest.raises(ValueError, match="there is no kernel for all_reduce here"):
-        variant_of(comm_of(4, Abilities((DMA,))), named("sm_priority"), Kind.ALL_REDUCE, 64, "int32")
-    ours = named("sm_priority")
+        variant_of(comm_of(4, Abilities((DMA,))), named("kernels_priority"), Kind.ALL_REDUCE, 64, "int32")
+    ours = named("kernels_priority")
     assert "CPU ranks" in unsupported_reason(ours, torch.device("cpu")) and not unsupported_reason(
         ours, torch.device("cuda")
     )
-    assert set(overlap.KERNELS) == {"sm_rp", "sm_priority"} and not set(overlap.KERNELS) & set(overlap.NAMES)
+    assert {"kernels_partition", "kernels_priority"} < {*overlap.ON_GPUS} and not {*overlap.ON_GPUS} & {*overlap.NAMES}
 
 
 def test_bytes_of_tensors_and_lists() -> None:

@@ -77,7 +77,7 @@ def launched(device: FakeDevice, way: LaunchMode) -> list[str]:
 
 
 def test_units_of_their_own(device: FakeDevice) -> None:
-    assert launched(device, LaunchMode(named("c3_sp_rp"), 8)) == [
+    assert launched(device, LaunchMode(named("collective_first_partition"), 8)) == [
         "caller: record e1",
         "own_8: wait e1",
         "gemm_without_8: wait e1",
@@ -91,7 +91,7 @@ def test_units_of_their_own(device: FakeDevice) -> None:
 
 
 def test_the_computation_first(device: FakeDevice) -> None:
-    assert launched(device, LaunchMode(named("c3_rp"), 16))[3:7] == [
+    assert launched(device, LaunchMode(named("partition"), 16))[3:7] == [
         "gemm_without_16: record e2",
         "gemm_without_16: compute",
         "own_16: wait e2",
@@ -100,7 +100,7 @@ def test_the_computation_first(device: FakeDevice) -> None:
 
 
 def test_copy_engines_keep_their_lane(device: FakeDevice) -> None:
-    log = launched(device, LaunchMode(named("conccl_rp"), 8))
+    log = launched(device, LaunchMode(named("copy_engines_partition"), 8))
     assert "side: gather beside compute" in log and "gemm_without_8: compute" in log
     assert log[-2:] == ["caller: join side", "caller: join gemm_without_8"]
 
@@ -110,34 +110,42 @@ def test_lanes_are_joined_after_a_failure(device: FakeDevice) -> None:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):
-        launch.run(LaunchMode(named("c3_sp_rp"), 8), fail, lambda comm: comm.all_gather(), Comm(device, "gather"))  # type: ignore[arg-type]
+        launch.run(
+            LaunchMode(named("collective_first_partition"), 8),
+            fail,
+            lambda comm: comm.all_gather(),
+            Comm(device, "gather"),
+        )  # type: ignore[arg-type]
     assert device.log[-2:] == ["caller: join own_8", "caller: join gemm_without_8"]
 
 
 def test_a_capture_holds_no_making_of_lanes(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(UnavailableError, match="c3_rp with 16 units has no streams yet.*call it once before"):
-        launched(device, LaunchMode(named("c3_rp"), 16))
+    with pytest.raises(UnavailableError, match="partition with 16 units has no streams yet.*call it once before"):
+        launched(device, LaunchMode(named("partition"), 16))
     assert "compute" not in " ".join(device.log), "nothing was launched"
-    launched(device, LaunchMode(named("c3_rp"), 8))
+    launched(device, LaunchMode(named("partition"), 8))
 
 
 def test_which_ways_there_are(device: FakeDevice) -> None:
     """By the value: a GPU runs what takes units, with each power of two of a sweep; calls cannot be told all."""
     names = [one.name for one in strategies() if not launch.unsupported_reason(one, GPU)]
-    assert set(names) == {*overlap.NAMES, *overlap.PARTITIONED, *overlap.KERNELS}
-    assert set(overlap.PARTITIONED) == {"c3_rp", "c3_sp_rp", "conccl_rp"}
+    assert set(names) == {*overlap.NAMES, *overlap.ON_GPUS}
+    partitions = {"partition", "collective_first_partition", "copy_engines_partition"}
+    assert {*overlap.ON_GPUS} == {*partitions, "kernels_partition", "kernels_priority"}
     for units, able in ((0, False), (8, True), (64, True), (24, False), (128, False)):
-        assert launch.can_run(LaunchMode(named("c3_rp"), units), GPU) is able
-    assert launch.can_run(LaunchMode(named("c3_sp")), GPU) and not launch.can_run(LaunchMode(named("c3_sp"), 8), GPU)
-    assert overlap.possible("c3_rp", GPU).units == 8
-    assert overlap.possible("c3_rp", GPU, 24).units == 24
-    for name, units in (("conccl", 8), ("c3_rp", 0)):
+        assert launch.can_run(LaunchMode(named("partition"), units), GPU) is able
+    assert launch.can_run(LaunchMode(named("collective_first")), GPU) and not launch.can_run(
+        LaunchMode(named("collective_first"), 8), GPU
+    )
+    assert overlap.possible("partition", GPU).units == 8
+    assert overlap.possible("partition", GPU, 24).units == 24
+    for name, units in (("copy_engines", 8), ("partition", 0)):
         with pytest.raises(ValueError, match=r"overlap: units \(value="):
             overlap.possible(name, GPU, units)
-    assert overlap.possible("sm_rp", GPU).units == 8
-    with pytest.raises(ValueError, match="allowed=conccl, .*, c3_rp, .*sm_rp, .*told to run so"):
-        overlap.possible("nccl_ce", GPU)
+    assert overlap.possible("kernels_partition", GPU).units == 8
+    with pytest.raises(ValueError, match="allowed=copy_engines, .*, partition, .*kernels_partition, .*told to run so"):
+        overlap.possible("nccl_copy_engines", GPU)
 
 
 class Recorded:
@@ -190,15 +198,19 @@ def test_auto_takes_units_for_a_large_reduction_but_not_in_a_capture_that_comes_
     monkeypatch.setattr(launch, "partitions_of", lambda device: (parts, ""))
     product, large = Computation(5569.0, (16384, 16384, 8192, "bfloat16")), ("all_reduce", 512 << 20)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert str(overlap.choose_overlap(comm, product, large).candidate) == "conccl"
+    assert str(overlap.choose_overlap(comm, product, large).candidate) == "copy_engines"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     found = overlap.choose_overlap(comm, product, large)
-    assert str(found.candidate) == "sm_rp with 8 units" and overlap.choose_overlap(comm, product, [large]) is found
     assert (
-        str(overlap.choose_overlap(comm, Computation(2800.0, product.gemm), large).candidate) == "sm_rp with 16 units"
+        str(found.candidate) == "kernels_partition with 8 units"
+        and overlap.choose_overlap(comm, product, [large]) is found
     )
-    assert str(overlap.choose_overlap(comm, product, ("all_gather", 512 << 20)).candidate) == "conccl"
+    assert (
+        str(overlap.choose_overlap(comm, Computation(2800.0, product.gemm), large).candidate)
+        == "kernels_partition with 16 units"
+    )
+    assert str(overlap.choose_overlap(comm, product, ("all_gather", 512 << 20)).candidate) == "copy_engines"
     assert str(overlap.choose_overlap(comm, Computation(2.0), ("all_gather", 8 << 20)).candidate) == "serial"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     parts.made.add(8)
-    assert str(overlap.choose_overlap(comm, product, large).candidate) == "sm_rp with 8 units"
+    assert str(overlap.choose_overlap(comm, product, large).candidate) == "kernels_partition with 8 units"

@@ -21,25 +21,30 @@ NAMES = tuple(strategy.name for strategy in strategies())
 
 
 def test_the_strategies_in_the_order_of_studies() -> None:
-    assert (
-        *("serial", "c3_base", "c3_sp", "c3_rp", "c3_sp_rp", "priority"),
-        *("conccl", "conccl_rp", "conccl_left", "nccl_ce", "sm_rp", "sm_priority"),
-    ) == NAMES
+    assert [(one.name, one.code) for one in strategies()] == [
+        ("serial", "serial"),
+        *(("compute_first", "c3_base"), ("collective_first", "c3_sp")),
+        *(("partition", "c3_rp"), ("collective_first_partition", "c3_sp_rp"), ("priority", "priority")),
+        *(("copy_engines", "conccl"), ("copy_engines_partition", "conccl_rp"), ("copy_engines_left", "conccl_left")),
+        ("nccl_copy_engines", "nccl_ce"),
+        *(("kernels_partition", "sm_rp"), ("kernels_priority", "sm_priority")),
+    ]
+    assert tuple(named(one.code) for one in strategies()) == strategies(), "result files have the codes"
 
 
 @pytest.mark.parametrize(
     ("name", "order", "mover", "priority", "partition"),
     [
         ("serial", Order.SERIAL, Mover.LIBRARY, 0, None),
-        ("c3_base", Order.GEMM_FIRST, Mover.LIBRARY, 0, None),
-        ("c3_sp", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, None),
+        ("compute_first", Order.GEMM_FIRST, Mover.LIBRARY, 0, None),
+        ("collective_first", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, None),
         ("priority", Order.GEMM_FIRST, Mover.LIBRARY, 1, None),
-        ("c3_rp", Order.GEMM_FIRST, Mover.LIBRARY, 0, Partition()),
-        ("c3_sp_rp", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, Partition()),
-        ("conccl", Order.COLLECTIVE_FIRST, Mover.DMA, 0, None),
-        ("conccl_rp", Order.COLLECTIVE_FIRST, Mover.DMA, 0, Partition(memory_bound_only=True)),
-        ("conccl_left", Order.COLLECTIVE_FIRST, Mover.DMA_LEFT, 0, None),
-        ("nccl_ce", Order.COLLECTIVE_FIRST, Mover.LIBRARY_DMA, 0, None),
+        ("partition", Order.GEMM_FIRST, Mover.LIBRARY, 0, Partition()),
+        ("collective_first_partition", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, Partition()),
+        ("copy_engines", Order.COLLECTIVE_FIRST, Mover.DMA, 0, None),
+        ("copy_engines_partition", Order.COLLECTIVE_FIRST, Mover.DMA, 0, Partition(memory_bound_only=True)),
+        ("copy_engines_left", Order.COLLECTIVE_FIRST, Mover.DMA_LEFT, 0, None),
+        ("nccl_copy_engines", Order.COLLECTIVE_FIRST, Mover.LIBRARY_DMA, 0, None),
     ],
 )
 def test_what_each_one_says(name: str, order: Order, mover: Mover, priority: int, partition: Partition | None) -> None:
@@ -49,15 +54,17 @@ def test_what_each_one_says(name: str, order: Order, mover: Mover, priority: int
 
 
 def test_our_kernels_have_those_of_the_library() -> None:
-    for ours, theirs in (("sm_rp", "c3_rp"), ("sm_priority", "priority")):
-        assert named(ours) == dataclasses.replace(named(theirs), name=ours, mover=Mover.SM, preference=100)
+    for ours, theirs in (("kernels_partition", "partition"), ("kernels_priority", "priority")):
+        assert dataclasses.replace(named(ours), name=theirs, code=named(theirs).code) == dataclasses.replace(
+            named(theirs), mover=Mover.SM, preference=100
+        )
 
 
 def test_implementations() -> None:
-    assert implementation_of(named("c3_sp"), {"gloo", "dma"}) == "gloo"
-    assert implementation_of(named("c3_sp"), {"nccl", "gloo"}) == "nccl"
-    assert implementation_of(named("nccl_ce"), {"gloo", "dma"}) is None
-    assert implementation_of(named("sm_rp"), {"sm", "nccl"}) == "sm"
+    assert implementation_of(named("collective_first"), {"gloo", "dma"}) == "gloo"
+    assert implementation_of(named("collective_first"), {"nccl", "gloo"}) == "nccl"
+    assert implementation_of(named("nccl_copy_engines"), {"gloo", "dma"}) is None
+    assert implementation_of(named("kernels_partition"), {"sm", "nccl"}) == "sm"
 
 
 def test_units_taken() -> None:
@@ -69,7 +76,7 @@ def test_units_taken() -> None:
 def test_a_serial_strategy_has_nothing_to_give_way_to() -> None:
     assert all(one.concurrent or (one.priority, one.partition) == (0, None) for one in strategies())
     assert {one.priority for one in strategies()} == {0, 1}
-    with pytest.raises(ValueError, match="allowed=serial, c3_base"):
+    with pytest.raises(ValueError, match="allowed=serial, compute_first"):
         named("c4")
 
 
@@ -79,17 +86,17 @@ def test_commands_take_every_name() -> None:
 
 
 def test_overlap_takes_those_that_calls_can_be_told() -> None:
-    assert overlap.NAMES == ("conccl", "c3_sp", "priority", "c3_base", "serial")
+    assert overlap.NAMES == ("copy_engines", "collective_first", "priority", "compute_first", "serial")
     refused = (
-        ("c3_rp", "green contexts"),
-        ("conccl_left", "copy_own_part=False"),
-        ("sm_priority", "no kernels"),
+        ("partition", "green contexts"),
+        ("copy_engines_left", "copy_own_part=False"),
+        ("kernels_priority", "no kernels"),
         ("sm_sp", "none of that name"),
-        ("nccl_ce", "not told"),
+        ("nccl_copy_engines", "not told"),
         ("fastest", "none of that name"),
     )
     for name, reason in refused:
-        with pytest.raises(ValueError, match=rf"value='{name}', allowed=conccl, .*{reason}"):
+        with pytest.raises(ValueError, match=rf"value='{name}', allowed=copy_engines, .*{reason}"):
             overlap.possible(name, CPU)
 
 
@@ -101,7 +108,7 @@ def test_a_priority_on_cpus_is_a_thread_that_yields() -> None:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     with Workers() as workers:
-        assert workers.of(named("c3_base")).submit(niceness).result(timeout=60) == before
+        assert workers.of(named("compute_first")).submit(niceness).result(timeout=60) == before
         found = workers.of(named("priority")).submit(niceness).result(timeout=60)
     assert found == min(19, before + YIELDING)
     assert os.getpriority(os.PRIO_PROCESS, 0) == before

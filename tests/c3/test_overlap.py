@@ -24,19 +24,20 @@ from sidelane import (
     overlap,
 )
 from sidelane.c3.launch import unsupported_reason
-from sidelane.c3.overlap import KERNELS, PARTITIONED
 from sidelane.c3.overlap import NAMES as WAYS
+from sidelane.c3.overlap import ON_GPUS
 from sidelane.c3.strategies import strategies
 from sidelane.choice.key import key_here
 from sidelane.choice.store import builtin_for
 from sidelane.program.shape import Computation
 
+PARTITIONED = tuple(name for name in ON_GPUS if "kernels" not in name)
+
 
 def all_ways() -> tuple[str, ...]:
     """Names of the strategies that run on the default device."""
     device = torch.get_default_device()
-    by_kernels = tuple(name for name in KERNELS if name.startswith("sm_"))
-    further = PARTITIONED + by_kernels if device.type == "cuda" else ()
+    further = ON_GPUS if device.type == "cuda" else ()
     if torch.version.hip is not None:
         able = {strategy.name for strategy in strategies() if not unsupported_reason(strategy, device)}
         further = tuple(name for name in further if name in able)
@@ -133,19 +134,19 @@ def test_computing_waits_for_nobody(group: dist.ProcessGroup) -> None:
 
 
 TIMES = {name: (10.0 + number, 20.0) for number, name in enumerate(WAYS)}
-TIMES |= {"c3_sp": (12.0, 11.0), "priority": (1.0, 13.0)}
-SLOW = {name: (10.0 + number,) * 2 for number, name in enumerate(WAYS)} | {"conccl": (10.0, 50.0)}
+TIMES |= {"collective_first": (12.0, 11.0), "priority": (1.0, 13.0)}
+SLOW = {name: (10.0 + number,) * 2 for number, name in enumerate(WAYS)} | {"copy_engines": (10.0, 50.0)}
 
 
-@on_ranks(2, times=TIMES, text="c3_sp: c3_sp 12 us, priority 13 us, conccl 20 us")
-@on_ranks(gpu=True, times=SLOW, text="c3_sp: c3_sp 11 us")
+@on_ranks(2, times=TIMES, text="collective_first: collective_first 12 us, priority 13 us, copy_engines 20 us")
+@on_ranks(gpu=True, times=SLOW, text="collective_first: collective_first 11 us")
 def test_the_fastest_is_learned_from_the_slowest_rank(
     group: dist.ProcessGroup, times: dict[str, tuple[float, float]], text: str
 ) -> None:
     """A strategy is chosen by times that are made up: those of the last rank, and of the others."""
     with communicator(group) as comm:
         both = Overlap(comm, rounds=2)
-        assert str(both) == "conccl: not decided yet"
+        assert str(both) == "copy_engines: not decided yet"
         ran = []
         tensor = torch.empty(1000)
         for step in range(3 * len(WAYS) + 4):
@@ -160,7 +161,7 @@ def test_the_fastest_is_learned_from_the_slowest_rank(
                     for clock in clocks:
                         assert clock.us() > 0
                         clock.us = lambda name=name: times[name][comm.rank == comm.world_size - 1]  # type: ignore[method-assign]
-        assert ran == list(WAYS) * 3 + ["conccl"] + ["c3_sp"] * 3
+        assert ran == list(WAYS) * 3 + ["copy_engines"] + ["collective_first"] * 3
         assert str(both).startswith(text) and both.times_us["serial"] == max(times["serial"])
 
 
@@ -197,7 +198,7 @@ def test_failures(group: dist.ProcessGroup) -> None:
                 told.append(str(error))
         attempt(on=3)
         attempt()
-    assert "strategy (value='fastest', allowed=conccl, c3_sp," in told[0]
+    assert "strategy (value='fastest', allowed=copy_engines, collective_first," in told[0]
     assert "on (value=(), allowed=a Communicator" in told[1]
     assert "compute (value=[" in told[2] and "async_op (value=True" in told[3]
     assert told[4].startswith("RuntimeError") and "size" in told[4]
@@ -209,14 +210,14 @@ def test_failures(group: dist.ProcessGroup) -> None:
 @on_ranks(2)
 def test_what_takes_units_is_not_for_cpus(group: dist.ProcessGroup) -> None:
     """Errors before anything runs."""
-    unable = r"value='c3_rp', allowed=conccl,.*no green contexts"
+    unable = r"value='partition', allowed=copy_engines,.*no green contexts"
     with Communicator(group, device="cpu", config=Config(timeout_s=30)) as comm:
         with pytest.raises(ValueError, match=unable):
-            overlap(_never, _never, comm, strategy="c3_rp")
+            overlap(_never, _never, comm, strategy="partition")
         with pytest.raises(ValueError, match=unable):
-            Overlap(comm, strategies=("conccl", "c3_rp"))
+            Overlap(comm, strategies=("copy_engines", "partition"))
         with pytest.raises(ValueError, match=r"overlap: units \(value=8"):
-            overlap(_never, _never, comm, strategy="conccl", units=8)
+            overlap(_never, _never, comm, strategy="copy_engines", units=8)
 
 
 def _never(*comms: Any) -> None:
@@ -254,7 +255,7 @@ def test_auto_takes_engines_and_refuses_half_a_description(group: dist.ProcessGr
                 overlap(lambda: None, lambda comm: None, comm, **{**both, **wrong})  # type: ignore[arg-type]
             except ValueError as error:
                 told.append(str(error))
-    assert told[0].startswith("conccl: copy engines")
+    assert told[0].startswith("copy_engines: copy engines")
     assert len(told) == 11 and all("moves (value=" in text for text in told[1:6])
     assert all("strategy auto takes beside and moves" in told[number] for number in (6, 7, 8))
     assert "need strategy='auto'" in told[9] and "beside (value='compute'" in told[10]
@@ -348,7 +349,7 @@ def test_a_large_reduction_gets_units_of_its_own(group: dist.ProcessGroup) -> No
             graph.replay()
             assert captured.tolist() == expected, told
         known = builtin_for(key_here("cuda", comm.world_size)) is not None
-    assert told[0] == told[1] and told[0].startswith("sm_rp with " if known else "conccl"), told
+    assert told[0] == told[1] and told[0].startswith("kernels_partition with " if known else "copy_engines"), told
 
 
 @on_ranks(gpu=True)
@@ -358,17 +359,17 @@ def test_kernels_move_the_bytes(group: dist.ProcessGroup) -> None:
         n, rank = comm.world_size, comm.rank
         whole, part = torch.ones(n, 1 << 20), torch.empty(1 << 20)
         a = torch.ones(1024, 1024)
-        for way in ("sm_priority", "sm_rp"):
+        for way in ("kernels_priority", "kernels_partition"):
             for _ in range(3):
                 whole.fill_(rank + 1)
                 product, _ = overlap(lambda: a @ a, lambda comm: comm.reduce_scatter(part, whole), comm, strategy=way)
                 assert part.unique().tolist() == [n * (n + 1) / 2] and product.unique().tolist() == [1024.0], way
                 assert comm.last_choice().candidate.variant == "one_shot", way
-        overlap(lambda: None, lambda comm: comm.all_to_all(whole.clone(), whole), comm, strategy="sm_rp")
+        overlap(lambda: None, lambda comm: comm.all_to_all(whole.clone(), whole), comm, strategy="kernels_partition")
         assert comm.last_choice().candidate.variant == "one_shot"
         gathered = torch.empty(n, 1 << 20) if rank == 0 else None
-        with pytest.raises(ValueError, match="sm_rp: there is no kernel for gather"):
-            overlap(lambda: None, lambda comm: comm.gather(gathered, part, root=0), comm, strategy="sm_rp")
+        with pytest.raises(ValueError, match="kernels_partition: there is no kernel for gather"):
+            overlap(lambda: None, lambda comm: comm.gather(gathered, part, root=0), comm, strategy="kernels_partition")
 
 
 @on_ranks(gpu=True)
@@ -400,15 +401,15 @@ def test_partitions(group: dist.ProcessGroup) -> None:
             torch.testing.assert_close(w.grad, plain.grad, rtol=1e-4, atol=1e-1)
             assert whole[:, -1].tolist() == [step + peer for peer in range(n)], (name, units)
             assert summed.unique().tolist() == [float(n * step)], (name, units)
-        learned = Overlap(comm, strategies=("conccl", "c3_rp", "c3_sp_rp"), rounds=1)
+        learned = Overlap(comm, strategies=("copy_engines", "partition", "collective_first_partition"), rounds=1)
         tensor = torch.ones(1000)
         for _ in range(2 * 9 + 1):
             learned(lambda: x @ w, lambda comm: comm.all_reduce(tensor, op="max"))
         told.append(str(learned))
-        for name, units in (("c3_rp", 12345), ("c3_rp", 1)):
+        for name, units in (("partition", 12345), ("partition", 1)):
             try:
                 overlap(lambda: None, lambda comm: None, comm, strategy=name, units=units)
             except SidelaneError as error:
                 told.append(str(error))
-    assert "c3_rp with 16 units" in told[0] and "c3_sp_rp with 8 units" in told[0]
+    assert "partition with 16 units" in told[0] and "collective_first_partition with 8 units" in told[0]
     assert len(told) == 3, "a GPU has no such parts, and says so"

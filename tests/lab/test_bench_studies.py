@@ -83,9 +83,11 @@ def outcome_of_a_pair(group: dist.ProcessGroup) -> dict[str, Any]:
     ]
     wanted = (
         *map(named, ("serial", "c3_base", "c3_sp", "priority", "c3_rp", "conccl")),
-        Strategy(name="urgent", order=Order.COLLECTIVE_FIRST, mover=Mover.LIBRARY, priority=1, recipe=""),
-        Strategy(name="forgetful", order=Order.COLLECTIVE_FIRST, mover=Mover.LIBRARY_DMA, recipe=""),
-        Strategy(name="refusing", order=Order.GEMM_FIRST, mover=Mover.SM, recipe=""),
+        Strategy(
+            name="urgent", code="urgent", order=Order.COLLECTIVE_FIRST, mover=Mover.LIBRARY, priority=1, recipe=""
+        ),
+        Strategy(name="forgetful", code="forgetful", order=Order.COLLECTIVE_FIRST, mover=Mover.LIBRARY_DMA, recipe=""),
+        Strategy(name="refusing", code="refusing", order=Order.GEMM_FIRST, mover=Mover.SM, recipe=""),
     )
     instruments = Instruments(roster.meter, warmup=0, repeats=1)
     outcome = run_workload(
@@ -230,7 +232,7 @@ def test_c3_from_end_to_end(tmp_path: Path) -> None:
         for kind in ("all_gather", "all_to_all")
     }
     here, exchanges = {"gloo", "dma"}, {"conccl_left"}
-    run = [one.name for one in strategies() if implementation_of(one, here) and one.partition is None]
+    run = [one.code for one in strategies() if implementation_of(one, here) and one.partition is None]
     assert run == ["serial", "c3_base", "c3_sp", "priority", "conccl"]
     for row in rows:
         is_exchange = row["collective"] == "all_to_all"
@@ -250,7 +252,7 @@ def test_c3_from_end_to_end(tmp_path: Path) -> None:
             assert reason in row["note"], row
     for pair in pairs:
         mine = [row for row in rows if (row["gemm"], row["collective"], row["bytes"]) == pair]
-        assert [row["strategy"] for row in mine] == [*(one.name for one in strategies()), "auto"]
+        assert [row["strategy"] for row in mine] == [*(one.code for one in strategies()), "auto"]
         assert mine[-1]["chosen"] in run
 
 
@@ -301,7 +303,7 @@ def test_a_pair_that_no_memory_holds_says_so() -> None:
     assert too_large(workload, case, 141e9) is None and too_large(workload, case, None) is None
     assert "GB at least, and the device has 40" in str(too_large(workload, case, 40e9))
     rows = rows_not_run(workload, "no room")
-    assert [row.strategy for row in rows] == [one.name for one in strategies()]
+    assert [row.strategy for row in rows] == [one.code for one in strategies()]
 
 
 def test_tags_are_scaled_down_on_cpus() -> None:

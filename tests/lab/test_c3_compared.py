@@ -24,7 +24,7 @@ def test_predictions_are_held_against_a_file(tmp_path: Path) -> None:
     given = ["c3", "--machine", "h200x4", "--results", str(MEASURED), "--json", str(tmp_path / "c.json")]
     told = CliRunner().invoke(main, [*given, "--report", str(tmp_path / "report")])
     assert told.exit_code == 0, told.output
-    assert "nccl_ce: not predicted" in told.output
+    assert "nccl_copy_engines: not predicted" in told.output
     content = json.loads((tmp_path / "c.json").read_text())
     assert (content["study"], content["machine"], content["measured"]) == ("c3_compared", "h200x4", "h200x4")
     rows = [row for row in content["rows"] if row["strategy"] == "conccl"]

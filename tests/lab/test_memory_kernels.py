@@ -66,8 +66,8 @@ def test_pairs_are_summed_up_by_class_and_bound() -> None:
     rows.append(row("compute", "C-long", "conccl", None))
     table = c3_tables(rows)[-1]
     assert [line.cells for line in table.lines] == [
-        ("memory-bound, G-long", "conccl", "2", "0", "80", "70"),
-        ("memory-bound, C-long", "conccl_rp", "2", "8, 16", "90", "85"),
+        ("memory-bound, G-long", "copy_engines", "2", "0", "80", "70"),
+        ("memory-bound, C-long", "copy_engines_partition", "2", "8, 16", "90", "85"),
     ]
 
 

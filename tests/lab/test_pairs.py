@@ -92,7 +92,7 @@ def all_times(**changed: list[float]) -> dict[str, list[float]]:
 
 def test_every_strategy_gets_its_best_configuration_and_the_strictest_ideal() -> None:
     rows = {row.strategy: row for row in judged(all_times()).rows}
-    assert list(rows) == [*(strategy.name for strategy in WANTED), "auto"]
+    assert list(rows) == [*(strategy.code for strategy in WANTED), "auto"]
     absent, auto = rows.pop("nccl_ce"), rows.pop("auto")
     assert (absent.note, absent.correct) == ("not available: no nccl_ce among what runs here (nccl, dma)", None)
     # The best configuration next to the GEMM need not be the best one alone.
@@ -157,7 +157,7 @@ def test_nothing_that_works() -> None:
         judge(PAIR, (DMA,), strategies(), {GEMM: [1.0]}, {DMA.label: Problem("broken", wrong=True)}, {})
     outcome = judge(PAIR, (DMA,), strategies(), {GEMM: [1.0], DMA.label: [1.0]}, {}, {})
     notes = {row.strategy: row.note for row in outcome.rows}
-    assert list(notes) == [strategy.name for strategy in strategies()], "nothing ran that auto could take"
+    assert list(notes) == [strategy.code for strategy in strategies()], "nothing ran that auto could take"
     assert notes["conccl"] == notes["conccl_rp"] == "no configuration could run"
     assert notes["c3_base"] == "not available: no nccl or gloo among what runs here (dma)"
 

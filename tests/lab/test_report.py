@@ -18,7 +18,7 @@ from sidelane_lab.harness import report
 from sidelane_lab.harness.drawing import label_ends
 from sidelane_lab.harness.report import draw, tables_of
 from sidelane_lab.harness.study import Results
-from sidelane_lab.studies.c3.rows import C3Row
+from sidelane_lab.studies.c3.rows import C3Row, name_of
 from sidelane_lab.studies.chain import ChainRow
 from sidelane_lab.studies.collectives import CollectiveRow, bus_gbps
 
@@ -207,7 +207,7 @@ def test_tables_fit_a_terminal_of_80_columns(results: Results):
     text = printed(results, width=80)
     assert "…" not in text
     for row in results.rows:
-        assert (row.strategy if isinstance(row, C3Row) else row.implementation) in text
+        assert (name_of(row) if isinstance(row, C3Row) else row.implementation) in text
 
 
 def test_what_could_not_run_is_a_line_with_its_reason():
@@ -218,7 +218,7 @@ def test_what_could_not_run_is_a_line_with_its_reason():
 def test_rows_that_say_the_same_share_a_note():
     rows = [dataclasses.replace(c3_row(name, 1.0), note="like this") for name in ("serial", "c3_base")]
     (table,) = tables_of(dataclasses.replace(c3(), rows=tuple(rows)))
-    assert table.notes == ("serial, c3_base: like this",)
+    assert table.notes == ("serial, compute_first: like this",)
 
 
 def test_wrong_results_are_said_to_be_wrong():
@@ -244,7 +244,12 @@ def test_a_machine_with_too_few_cores_is_told(device: str, told: bool, tmp_path:
 
 def test_what_auto_picked_is_marked_and_not_shown_twice():
     (table,) = tables_of(c3())
-    assert [line.cells[0] for line in table.lines] == ["serial", "c3_base", "conccl (auto)", "nccl_ce"]
+    assert [line.cells[0] for line in table.lines] == [
+        "serial",
+        "compute_first",
+        "copy_engines (auto)",
+        "nccl_copy_engines",
+    ]
 
 
 def test_the_page_holds_everything(tmp_path: Path):
@@ -255,7 +260,7 @@ def test_the_page_holds_everything(tmp_path: Path):
     assert text.count("data:image/svg+xml;base64,") == 2
     assert "Example &lt;GPU&gt;" in text
     assert "<any>" not in text
-    for name in ("h200x4", "0123abc", "torch 2.11", "conccl", "b2b", "could not run"):
+    for name in ("h200x4", "0123abc", "torch 2.11", "copy_engines", "b2b", "could not run"):
         assert name in text
     markdown = (page.parent / "report.md").read_text()
     images = re.findall(r"!\[[^]]+\]\(([^)]+)\)", markdown)
@@ -291,7 +296,7 @@ def test_pictures_depend_on_the_rows_alone(tmp_path: Path):
 
 
 def test_every_strategy_and_implementation_has_a_plain_name_in_pictures():
-    names = [*pictures.COLOURS, *(strategy.name for strategy in strategies())]
+    names = [*pictures.COLOURS, *(strategy.code for strategy in strategies())]
     assert [name for name in names if pictures.plain_name(name) == name] == []
-    assert len({pictures.plain_name(strategy.name) for strategy in strategies()}) == len(strategies())
+    assert len({pictures.plain_name(strategy.code) for strategy in strategies()}) == len(strategies())
     assert pictures.plain_name("gloo", on_cpu=True) == pictures.plain_name("nccl", on_cpu=True) == "Gloo"

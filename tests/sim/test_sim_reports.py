@@ -35,7 +35,7 @@ def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
     assert shown.count("cb1_896M") == 2 and "all_gather" in shown and "all_to_all" in shown
     rows = json.loads((tmp_path / "c3_predicted.json").read_text())["rows"]
     found = Counter((row["collective"], row["strategy"]) for row in rows)
-    names = [strategy.name for strategy in strategies()]
+    names = [strategy.code for strategy in strategies()]
     assert found == Counter(itertools.product(("all_gather", "all_to_all"), names))
 
 
@@ -43,7 +43,10 @@ def test_the_notes_of_predicted_pairs_explain_the_columns(capsys):
     sim_study.c3_main("h200x4", C3Options(collectives=(Kind.ALL_GATHER,), strategies=("c3_sp", "c3_rp")))
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r" (-?\d+)@(\d+) .*\b\1@\2: \1, with \2 compute units for the collective alone", shown)
-    assert "c3_sp: two streams, the collective first; c3_rp: the GEMM first" in shown and "c3_base:" not in shown
+    assert (
+        "c3_sp (collective_first): two streams, the collective first; c3_rp (partition): the GEMM first" in shown
+        and "c3_base:" not in shown
+    )
 
 
 @pytest.mark.long

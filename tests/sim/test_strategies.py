@@ -256,7 +256,7 @@ def test_our_own_kernels_are_predicted_where_a_description_has_them():
     """On all units they leave the GEMM next to nothing, so that both take turns; on some of their own they do not."""
     pair = Workload(parse_gemm("cb3"), Kind.ALL_GATHER, 896 << 20)
     h200 = named("h200x2")
-    own = {strategy.name for strategy in predictable(h200) if strategy.mover is Mover.SM}
+    own = {strategy.code for strategy in predictable(h200) if strategy.mover is Mover.SM}
     assert own == {"sm_rp", "sm_priority"}
     alone = own_gang(h200, pair.collective, pair.nbytes).alone_us
     second = dataclasses.replace(strategy_named("c3_base"), mover=Mover.SM)

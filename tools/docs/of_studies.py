@@ -107,10 +107,11 @@ def c3(
     machine: str,
     strategies: Sequence[str] = ("c3_base", "c3_sp", "nccl_ce", "conccl", "auto"),
     file: str = "c3.json",
+    heads: Sequence[str] = (),
 ) -> Cells:
-    """Return percents of ideal next to a GEMM, by pair and strategy."""
+    """Return percents of ideal next to a GEMM, by pair and strategy; ``heads``: names of these, in place of codes."""
     rows = rows_of(f"{machine}/{file}")
-    cells = [["GEMM beside a collective", "class", *(f"`{name}`" for name in strategies)]]
+    cells = [["GEMM beside a collective", "class", *(f"`{name}`" for name in heads or strategies)]]
     for pair in dict.fromkeys((row["gemm"], row["collective"], row["bytes"], row["class"]) for row in rows):
         gemm, kind, nbytes, kind_of_pair = pair
         where = {"gemm": gemm, "collective": kind, "bytes": nbytes}

@@ -32,7 +32,9 @@ TABLES: dict[str, Callable[[], Cells]] = {
     ),
     "fsdp-newest-h200x2": lambda: of_pytorch.steps("h200x2", "fsdp-nccl-2.32.json"),
     "by-implementation-h200x4": of_collectives.by_implementation,
-    "c3-h200x4": lambda: of_studies.c3("h200x4"),
+    "c3-h200x4": lambda: of_studies.c3(
+        "h200x4", heads=("compute_first", "collective_first", "nccl_copy_engines", "copy_engines", "auto")
+    ),
     "c3-h200x2": lambda: of_studies.c3(
         "h200x2", ("c3_base", "c3_sp", "priority", "c3_rp", "c3_target", "nccl_ce", "conccl", "auto")
     ),

@@ -35,7 +35,7 @@ def unsupported_reason(strategy: Strategy, device: torch.device) -> str:
     Here Sidelane is the library: under a strategy of the library's kernels a collective runs in its fastest way alone.
     """
     if not strategy.mover.makes_whole_call:
-        return "its collective is another call: make that under conccl or conccl_rp (copy_own_part=False, or in place)"
+        return "its collective is another call: use copy_engines, with copy_own_part=False or in place"
     if strategy.mover is Mover.SM:
         if device.type == "cpu":
             return "CPU ranks have no kernels for collectives"

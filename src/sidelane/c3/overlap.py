@@ -38,14 +38,11 @@ all_gather, the local buffer of the others."""
 _OURS = sorted(
     (one for one in strategies() if one.mover in (Mover.LIBRARY, Mover.DMA)), key=lambda strategy: strategy.preference
 )
-KERNELS = tuple(one.name for one in strategies() if one.mover is Mover.SM)
-"""Names of strategies whose bytes kernels move, if a device has them."""
-
 NAMES = tuple(strategy.name for strategy in _OURS if strategy.partition is None)
 """Names of strategies for calls, the best guess first ("GEMM next to a collective" in results/notes/hardware.md)."""
 
-PARTITIONED = tuple(strategy.name for strategy in _OURS if strategy.partition is not None)
-"""Names of strategies that take compute units from the computation, if a device can."""
+ON_GPUS = tuple(one.name for one in strategies() if one.mover is Mover.SM or (one in _OURS and one.partition))
+"""Names of strategies that take compute units from the computation, or have Sidelane's kernels, if a device can."""
 
 
 @exclude_compilers
@@ -68,10 +65,11 @@ def overlap(
         collective: function that gets a communicator and makes collectives on it, without ``async_op``; they follow
             each other. Its other launches follow the first.
         on: the communicator.
-        strategy: ``conccl``, ``c3_sp``, ``priority``, ``c3_base`` or ``serial``; on GPUs also ``c3_rp``, ``c3_sp_rp``,
-            ``conccl_rp`` and ``sm_rp``, which take compute units from the computation (a graph can be captured once
-            they have been used); or ``auto``, see :func:`choose_overlap`. ``sm_rp`` and ``sm_priority`` let Sidelane's
-            kernels move the bytes, whatever is fastest. The same on all ranks.
+        strategy: ``copy_engines``, ``collective_first``, ``priority``, ``compute_first`` or ``serial``; on GPUs also
+            those that end in ``partition`` and take compute units from the computation (a graph can be captured once
+            they have been used): ``partition``, ``collective_first_partition``, ``copy_engines_partition`` and
+            ``kernels_partition``; or ``auto``, see :func:`choose_overlap`. Sidelane's kernels move the bytes in
+            ``kernels_partition`` and ``kernels_priority``, whatever is fastest. The same on all ranks.
         units: number of units that such a strategy takes; None: the fewest, 8.
         beside: description of ``compute`` (``Communicator.beside``); for ``auto``.
         moves: description of ``collective``: name and bytes of a collective, or several such pairs; for ``auto``.
@@ -124,10 +122,10 @@ def _check_collective(collective: object) -> None:
 def choose_overlap(comm: Communicator, beside: Computation, moves: SizedCalls) -> Selection[LaunchMode]:
     """Return the strategy of ``overlap(..., strategy="auto")``; its ``reason`` explains it.
 
-    Collectives that only move bytes take ``conccl``. So do reductions, but for large ones beside a compute-bound GEMM,
-    for which Sidelane's kernels get compute units of their own (``sm_rp``), the more the longer they take. ``serial``
-    is taken where copy engines take as long as both in turn. Times of collectives are those of ``sidelane tune``, or
-    built in. While a graph is captured, units are taken only if that has been done before.
+    Collectives that only move bytes take ``copy_engines``. So do reductions, but for large ones beside a compute-bound
+    GEMM, for which Sidelane's kernels get compute units of their own (``kernels_partition``), the more the longer they
+    take. ``serial`` is taken where copy engines take as long as both in turn. Times of collectives are those of
+    ``sidelane tune``, or built in. While a graph is captured, units are taken only if that has been done before.
 
     Args:
         comm: communicator that makes the collectives.
@@ -263,10 +261,10 @@ def possible(name: str, device: torch.device, units: int | None = None, others: 
     Raises:
         ValueError: there is none, it cannot run callers' calls on that device, or it takes no units.
     """
-    found = next((strategy for strategy in strategies() if strategy.name == name), None)
+    found = next((one for one in strategies() if name in (one.name, one.code)), None)
     reason = "there is none of that name" if found is None else unsupported_reason(found, device)
     if found is None or reason:
-        taking = "" if device.type == "cpu" else "".join(f", {other}" for other in (*PARTITIONED, *KERNELS))
+        taking = "" if device.type == "cpu" else "".join(f", {other}" for other in ON_GPUS)
         raise _refused(f"overlap: strategy (value={name!r}, allowed={', '.join((*NAMES, *others))}{taking}): {reason}")
     if units is None:
         return LaunchMode(found, 0 if found.partition is None else SMALLEST_SHARE)

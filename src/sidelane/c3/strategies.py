@@ -68,7 +68,8 @@ class Strategy:
     """One way to run a pair.
 
     Attributes:
-        name: name in commands and result files.
+        name: name for callers and commands.
+        code: name in result files, after the paper that has the strategy; commands take it, too.
         order: order of the releases.
         mover: mover of the collective's bytes.
         recipe: description in one line.
@@ -79,6 +80,7 @@ class Strategy:
     """
 
     name: str
+    code: str
     order: Order
     mover: Mover
     recipe: str
@@ -105,23 +107,26 @@ class LaunchMode:
 
 def strategies() -> tuple[Strategy, ...]:
     """Return all strategies, serial first, then by mover, and those with the fewest means first."""
-    return tuple(_BY_NAME.values())
+    return tuple(dict.fromkeys(_BY_NAME.values()))
 
 
 def named(name: str) -> Strategy:
-    """Return the strategy of that name.
+    """Return the strategy of that name or code.
 
     Raises:
         ValueError: there is none.
     """
     if name not in _BY_NAME:
-        raise ValueError(f"strategy: name (value={name!r}, allowed={', '.join(_BY_NAME)})")
+        raise ValueError(f"strategy: name (value={name!r}, allowed={', '.join(one.name for one in strategies())})")
     return _BY_NAME[name]
 
 
-_BASE, _FIRST = Order.GEMM_FIRST, Order.COLLECTIVE_FIRST
-_URGENT = "the GEMM first, the collective on an urgent stream"
-_OWN_UNITS = "the GEMM first, the collective on units of its own"
+_BASE, _FIRST, _TURNS = Order.GEMM_FIRST, Order.COLLECTIVE_FIRST, Order.SERIAL
+_TWO_STREAMS, _URGENT = "two streams, the collective first", "the GEMM first, the collective on an urgent stream"
+_OWN_UNITS, _FIRST_ON_OWN_UNITS = (
+    "the GEMM first, the collective on units of its own",
+    "the collective first, on units of its own",
+)
 
 # Collectives on copy engines (ConCCL paper, VI). They are released first: a copy inside one GPU (the caller's own part)
 # would wait for the end of a GEMM that was released before it (results/notes/hardware.md, "Copy engines"). The
@@ -130,27 +135,35 @@ _ENGINES, _FEWER = "the collective first, on copy engines", "; memory-bound GEMM
 _FEWER_UNITS = Partition(memory_bound_only=True)  # VI-F; the paper takes 8 on an MI300X, one of each of its dies (VI-G)
 # An all-to-all without the copy of the own part inside a GPU, which serialises with the GEMM: it stays where it is
 # (``copy_own_part=False``).
-_LEFT = "; an all-to-all leaves own parts where they are"
+_LIBRARY_ENGINES, _LEFT = (
+    "the library's collective first, on copy engines",
+    "; an all-to-all leaves own parts where they are",
+)
 
 _BY_NAME = {
-    strategy.name: strategy
+    name: strategy
     for strategy in (
-        Strategy("serial", Order.SERIAL, Mover.LIBRARY, "the GEMM, then the collective, on one stream", preference=50),
+        Strategy(
+            "serial", "serial", _TURNS, Mover.LIBRARY, "the GEMM, then the collective, on one stream", preference=50
+        ),
         # Two streams (ConCCL paper, IV-C); resource partitioning, with units of its own for the collective (V-B);
         # schedule prioritisation (V-A).
-        Strategy("c3_base", _BASE, Mover.LIBRARY, "two streams, the GEMM first", preference=40),
-        Strategy("c3_sp", _FIRST, Mover.LIBRARY, "two streams, the collective first", preference=20),
-        Strategy("c3_rp", _BASE, Mover.LIBRARY, _OWN_UNITS, partition=Partition()),
-        Strategy("c3_sp_rp", _FIRST, Mover.LIBRARY, "the collective first, on units of its own", partition=Partition()),
-        Strategy("priority", _BASE, Mover.LIBRARY, _URGENT, 1, preference=30),
-        Strategy("conccl", _FIRST, Mover.DMA, _ENGINES, preference=10),
-        Strategy("conccl_rp", _FIRST, Mover.DMA, _ENGINES + _FEWER, partition=_FEWER_UNITS),
-        Strategy("conccl_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _LEFT),
-        Strategy("nccl_ce", _FIRST, Mover.LIBRARY_DMA, "the library's collective first, on copy engines"),
+        Strategy("compute_first", "c3_base", _BASE, Mover.LIBRARY, "two streams, the GEMM first", preference=40),
+        Strategy("collective_first", "c3_sp", _FIRST, Mover.LIBRARY, _TWO_STREAMS, preference=20),
+        Strategy("partition", "c3_rp", _BASE, Mover.LIBRARY, _OWN_UNITS, partition=Partition()),
+        Strategy(
+            "collective_first_partition", "c3_sp_rp", _FIRST, Mover.LIBRARY, _FIRST_ON_OWN_UNITS, partition=Partition()
+        ),
+        Strategy("priority", "priority", _BASE, Mover.LIBRARY, _URGENT, 1, preference=30),
+        Strategy("copy_engines", "conccl", _FIRST, Mover.DMA, _ENGINES, preference=10),
+        Strategy("copy_engines_partition", "conccl_rp", _FIRST, Mover.DMA, _ENGINES + _FEWER, partition=_FEWER_UNITS),
+        Strategy("copy_engines_left", "conccl_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _LEFT),
+        Strategy("nccl_copy_engines", "nccl_ce", _FIRST, Mover.LIBRARY_DMA, _LIBRARY_ENGINES),
         # Those of Sidelane's kernels that win a result row (tests/wins.toml).
-        Strategy("sm_rp", _BASE, Mover.SM, _OWN_UNITS, partition=Partition()),
-        Strategy("sm_priority", _BASE, Mover.SM, _URGENT, 1),
+        Strategy("kernels_partition", "sm_rp", _BASE, Mover.SM, _OWN_UNITS, partition=Partition()),
+        Strategy("kernels_priority", "sm_priority", _BASE, Mover.SM, _URGENT, 1),
     )
+    for name in (strategy.name, strategy.code)
 }
 
 # The rule of ``auto``. Copy engines move bytes beside a computation and take no units from it. They cannot add, so the
@@ -169,7 +182,7 @@ REDUCTION_UNITS = ((0.4, 8), (0.6, 16))
 """Units for an all-reduce, after the largest ratio of its time to the GEMM's for which they are taken. Longer ones need
 so many that the GEMM loses more: with ordinary tensors 21% of the time (results/h200x2/overlap-reductions.txt)."""
 
-ENGINES, KERNELS, SERIAL = "conccl", "sm_rp", "serial"
+ENGINES, KERNELS, SERIAL = "copy_engines", "kernels_partition", "serial"
 """Names of the strategies that the rule prefers."""
 
 GemmSizes = tuple[int, int, int, str]
@@ -188,9 +201,9 @@ def choose_strategy(
     """Return a strategy for a computation and collectives, none of which depends on another.
 
     1. ``serial``, if copy engines take as long as both in turn: hiding then gains nothing.
-    2. ``sm_rp``, if all collectives are large all-reduces and the computation is a GEMM that is compute-bound and long
-       enough, with units after ``REDUCTION_UNITS``.
-    3. ``conccl``, else the first possible strategy in the order of preference.
+    2. ``kernels_partition``, if all collectives are large all-reduces and the computation is a GEMM that is
+       compute-bound and long enough, with units after ``REDUCTION_UNITS``.
+    3. ``copy_engines``, else the first possible strategy in the order of preference.
 
     Args:
         compute_us: time of the computation alone in microseconds.
@@ -209,9 +222,9 @@ def choose_strategy(
     ...     is_possible=lambda mode: True,
     ... ).reason
     >>> find(Kind.ALL_GATHER, 765.0)
-    'conccl: copy engines leave all units to the computation'
+    'copy_engines: copy engines leave all units to the computation'
     >>> find(Kind.ALL_REDUCE, 1409.0)
-    'sm_rp with 8 units: a large all-reduce beside a compute-bound GEMM, of 0.25 of its time'
+    'kernels_partition with 8 units: a large all-reduce beside a compute-bound GEMM, of 0.25 of its time'
     """
     serial = LaunchMode(named(SERIAL))
     if alone_us is not None and engines_us is not None:

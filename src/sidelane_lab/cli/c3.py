@@ -63,6 +63,15 @@ Key = tuple[object, ...]
 """The values that two rows of one thing have in common."""
 
 
+class StrategyName(click.Choice[str]):
+    """Type of a strategy's name; codes of result files stand for names."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name that is meant."""
+        names = {one.code: one.name for one in all_strategies()}
+        return super().convert(names.get(str(value), value), param, ctx)
+
+
 def _workloads() -> Any:
     """Declare pairs: as they are written, or of every GEMM and every size."""
 
@@ -147,9 +156,10 @@ class C3Options(PairOptions):
     --report about a minute, for the plausible ranges). Pairs go with --collective, --strategy, --json and --report, the
     whole study with --version, --json and --report.
 
-    Strategies: conccl is Sidelane on copy engines, nccl_ce NCCL on copy engines. c3_ begins those of the library's
-    kernels, sm_ those of Sidelane's; after it, base launches the GEMM first, sp the collective first, rp gives it
-    compute units of its own. docs/guide/overlap.md has all.
+    Strategies: copy_engines is Sidelane on copy engines, nccl_copy_engines NCCL on copy engines. kernels_ begins those
+    of Sidelane's kernels; the others have the library's: compute_first and collective_first say what is launched first,
+    and partition gives the collective compute units of its own. Result files have the papers' codes, which --strategy
+    takes, too. docs/guide/overlap.md has all.
     """
 
     study = "c3"
@@ -157,7 +167,10 @@ class C3Options(PairOptions):
         ("sidelane c3 cb1_896M", "measure one pair on the GPUs that are here"),
         ("sidelane c3 --gemm 8192,8192,8192 --bytes 1.2G", "a GEMM and a size of your own"),
         ("sidelane c3 cb1_896M --study occupancy", "iterations in a pipeline, by the shape of the GEMM"),
-        ("sidelane c3 --pairs-by-class h200x2 --strategy conccl --strategy conccl_rp", "every class, by its bound"),
+        (
+            "sidelane c3 --pairs-by-class h200x2 --strategy copy_engines --strategy copy_engines_partition",
+            "every class, by its bound",
+        ),
         ("sidelane c3 --study heuristics --machine mi300x8", "how often each heuristic is right there"),
         ("sidelane c3 --machine mi300x8", "predict the whole study for eight MI300X"),
         ("sidelane c3 --machine h200x4 --results c3.json --report out", "predicted and measured together"),
@@ -168,9 +181,8 @@ class C3Options(PairOptions):
         "--strategy",
         (),
         "May be repeated. With --machine, of pairs.",
-        convert=lambda chosen: tuple(dict.fromkeys(chosen)),
         multiple=True,
-        type=click.Choice(STRATEGIES),
+        type=StrategyName(STRATEGIES),
         metavar="NAME",
         show_default="all",
     )
@@ -221,8 +233,8 @@ class C3Options(PairOptions):
 
     def __post_init__(self) -> None:
         PairOptions.__post_init__(self)
-        for name in self.strategies:
-            named(name)
+        codes = tuple(dict.fromkeys(named(name).code for name in self.strategies))
+        object.__setattr__(self, "strategies", codes)
         require_file_to_resume(self)
 
 

@@ -52,7 +52,7 @@ COLOURS = {
     "sidelane_copies": NAVY,
 }
 # A strategy has the colour of whoever moves its bytes.
-COLOURS |= {strategy.name: COLOURS[strategy.mover] if strategy.concurrent else GREY for strategy in strategies()}
+COLOURS |= {strategy.code: COLOURS[strategy.mover] if strategy.concurrent else GREY for strategy in strategies()}
 NAMES = {
     "nccl": "{library} kernels",
     "gloo": "Gloo",

@@ -190,5 +190,5 @@ def _ways(machine: Machine, workload: Workload) -> dict[Way, float]:
     times: dict[Way, float] = {}
     for strategy in predictable():
         for units in units_tried(machine, workload, strategy):
-            times[strategy.name, units] = predict(machine, workload, strategy, units=units or None).time_us
+            times[strategy.code, units] = predict(machine, workload, strategy, units=units or None).time_us
     return times

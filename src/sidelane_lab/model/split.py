@@ -46,7 +46,7 @@ OWN = ("b2b", "pcpy", "striped")
 THROUGH_HOST = ("chunked",)
 """Further ones where host memory is between GPUs."""
 
-BY_KERNEL = dataclasses.replace(strategies.named("c3_base"), name="sm_base", mover=strategies.Mover.SM)
+BY_KERNEL = dataclasses.replace(strategies.named("c3_base"), code="sm_base", mover=strategies.Mover.SM)
 BY_ENGINES = strategies.named("conccl")
 """Strategies by which an all-reduce of rows runs beside the product of the next ones; the second one where a
 description has no kernels of Sidelane."""

@@ -131,7 +131,7 @@ def predict(
     )
     alone_gemm = gemm_us(machine, workload.gemm)
     other_us = others[0].time_us if others else None
-    return Prediction(workload, chosen.name, best, alone_gemm, alone, engines, run.time_us, run.timeline, other_us)
+    return Prediction(workload, chosen.code, best, alone_gemm, alone, engines, run.time_us, run.timeline, other_us)
 
 
 def predictable(machine: Machine | None = None) -> tuple[Strategy, ...]:
@@ -167,7 +167,7 @@ def _objection_among_nodes(strategy: Strategy) -> str:
 
 def library_strategies() -> tuple[str, ...]:
     """Those whose best is the ConCCL paper's c3_best: the library's kernels, by launch order and by partition."""
-    return tuple(s.name for s in predictable() if s.mover is Mover.LIBRARY and s.concurrent and not s.priority)
+    return tuple(s.code for s in predictable() if s.mover is Mover.LIBRARY and s.concurrent and not s.priority)
 
 
 def partitions(machine: Machine) -> list[int]:

@@ -62,13 +62,13 @@ def c3_study(machine: Machine, strategies: Sequence[str] = (), *, version: str =
                 if strategy.partition is None:
                     rows.append(predict(machine, workload, strategy, write_back=write_back))
                     continue
-                bar = swept.setdefault((strategy.name, kind, TABLE_II[name]), {})
+                bar = swept.setdefault((strategy.code, kind, TABLE_II[name]), {})
                 for units in partitions(machine):
                     bar.setdefault(units, []).append(predict(machine, workload, strategy, units=units))
     for bar in swept.values():
         rows += max(bar.values(), key=lambda alike: percent_of_means(row.speedup for row in alike))
     places = {
-        (table_ii_workload(name, kind), strategy.name): place
+        (table_ii_workload(name, kind), strategy.code): place
         for place, (name, kind, strategy) in enumerate(itertools.product(TABLE_II, COLLECTIVES, chosen))
     }
     return sorted(rows, key=lambda row: places[row.workload, row.strategy])

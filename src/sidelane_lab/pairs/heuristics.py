@@ -229,7 +229,7 @@ def slowed_beside(known: Isolated, collective: Kind, implementation: str) -> flo
     if there are such. It is 1 without such pairs, as the ConCCL paper's heuristic assumes.
     """
     found: dict[Kind, list[float]] = {}
-    confined = {one.name for one in strategies() if one.partition is not None and one.mover.takes_units}
+    confined = {one.code for one in strategies() if one.partition is not None and one.mover.takes_units}
     for pair in known.pairs:
         table = known.comm_table(Workload(pair.gemm, pair.collective, pair.nbytes), (implementation,))
         gemm = known.gemm_table(pair.gemm, SPLIT)
@@ -318,5 +318,5 @@ def rule_of(
         [(workload.collective, workload.nbytes)],
         alone_us=alone_us,
         engines_us=engines_us,
-        is_possible=lambda mode: (mode.strategy.name, mode.units) in ways,
+        is_possible=lambda mode: (mode.strategy.code, mode.units) in ways,
     )

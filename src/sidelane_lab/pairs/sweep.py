@@ -156,7 +156,7 @@ def _launch_orders(sweep: Sweep, known: Isolated) -> Judged:
 def _partition(sweep: Sweep, known: Isolated) -> Judged:
     """Take units for the first swept strategy of the library's kernels that ran."""
     swept = (named(name) for name, units in sweep.times_us if units)
-    name = next((one.name for one in swept if one.partition is not None and one.mover is Mover.LIBRARY), None)
+    name = next((one.code for one in swept if one.partition is not None and one.mover is Mover.LIBRARY), None)
     times = {way: us for way, us in sweep.times_us.items() if way[0] == name}
     if name is None:
         return "no partition was run", None, {}
@@ -197,7 +197,7 @@ def _choice(sweep: Sweep, known: Isolated) -> Judged:
     times = _as_asked(sweep)
     given = {"alone_us": sweep.alone_us, "engines_us": sweep.engines_us}
     found = rule_of(sweep.workload, sweep.gemm_us, **given, ways=times)
-    return _judged(found.reason, (found.candidate.strategy.name, found.candidate.units), times)
+    return _judged(found.reason, (found.candidate.strategy.code, found.candidate.units), times)
 
 
 def _as_asked(sweep: Sweep) -> dict[Way, float]:

@@ -123,7 +123,8 @@ def _pairs_table(machine: Machine, rows: Sequence[C3Row]) -> Table:
         f"{UNDEFINED}: not meaningful (less than 5% to gain, or a net loss)",
         *([] if example is None else [_units_note(example)]),
         "class: the longer of the two alone, the GEMM (G) or the collective (C); lib.: the vendor library's collective",
-        "strategies: " + "; ".join(f"{head}: {named(head).recipe.replace(';', ',')}" for head in heads),
+        "strategies: "
+        + "; ".join(f"{head} ({named(head).name}): {named(head).recipe.replace(';', ',')}" for head in heads),
         *notes_of(list(dict.fromkeys((row.strategy, row.note) for row in rows if row.time_us is None))),
     )
     return Table(title, columns, tuple(lines), notes)

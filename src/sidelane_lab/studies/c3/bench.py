@@ -246,12 +246,12 @@ def rows_not_run(workload: Workload, reason: str, strategies: Sequence[str] = ()
     nothing: dict[str, Any] = {"c3_class": "", "chosen": "", "gemm_us": None, "best_comm_us": None, **NO_TIMES}
     return [
         C3Row(**workload.columns, strategy=name, **nothing, note=f"{NOT_RUN}{reason}")
-        for name in strategies or [one.name for one in all_strategies()]
+        for name in strategies or [one.code for one in all_strategies()]
     ]
 
 
 def is_done(workload: Workload, strategies: Collection[str], done: Collection[Key]) -> bool:
     """Tell that every strategy that was asked for has a row of the pair."""
     return all(
-        (*workload.columns.values(), name) in done for name in strategies or [one.name for one in all_strategies()]
+        (*workload.columns.values(), name) in done for name in strategies or [one.code for one in all_strategies()]
     )

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from sidelane.c3.partitions import DevicePartitions, PairStreams, shares
-from sidelane.c3.strategies import ENGINES, LaunchMode, Mover, Strategy
+from sidelane.c3.strategies import LaunchMode, Mover, Strategy
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.choice.selection import Selection
 from sidelane.collectives.plan import AUTO
@@ -52,7 +52,7 @@ from sidelane_lab.pairs.workload import (
     implementations_of,
     percent_of_ideal,
 )
-from sidelane_lab.studies.c3.rows import C3Row
+from sidelane_lab.studies.c3.rows import CONCCL, C3Row
 
 NO_TIMES: Mapping[str, Any] = dict.fromkeys(
     ("comm_us", "time_us", "speedup", "ideal", "percent_of_ideal", "percent_of_ideal_nccl")
@@ -149,12 +149,12 @@ def run_workload(
     strategies = all_strategies() if strategies is None else strategies
     confined = [strategy for strategy in strategies if strategy.partition is not None]
     refused = {
-        strategy.name: Problem(f"it takes compute units from the GEMM: {reason}")
+        strategy.code: Problem(f"it takes compute units from the GEMM: {reason}")
         for strategy in confined
         if (reason := refusal(strategy, partitions, no_partitions, instruments))
     }
     tried = {
-        strategy.name: shares(partitions.units) if applies(strategy.partition, memory_bound) else (0,)
+        strategy.code: shares(partitions.units) if applies(strategy.partition, memory_bound) else (0,)
         for strategy in confined
         if strategy.partition is not None and partitions is not None
     }
@@ -163,10 +163,10 @@ def run_workload(
         gemm.fill(next(seeds))
         instruments.finish("the GEMM's inputs")
         pair = Pair(gemm, streams, workers, partitions)
-        able = [strategy for strategy in strategies if strategy.name not in refused]
+        able = [strategy for strategy in strategies if strategy.code not in refused]
         times, failures = _compare(pair, gemm, collectives, able, tried, instruments, seeds)
         outcome = judge(workload, collectives, strategies, times, failures | refused, unavailable or {}, tried, known)
-        by_label, by_name = {run.label: run for run in collectives}, {one.name: one for one in strategies}
+        by_label, by_name = {run.label: run for run in collectives}, {one.code: one for one in strategies}
         if on_launch is not None:
             for row in (row for row in outcome.rows if row.strategy in outcome.calls):
                 label, units = outcome.calls[row.strategy]
@@ -231,7 +231,7 @@ def _plan_of(
     here = {run.implementation for run in all_runs}
     planned: dict[str, tuple[Strategy, CollectiveRun, int]] = {}
     for strategy in strategies:
-        units = tried.get(strategy.name, (0,))
+        units = tried.get(strategy.code, (0,))
         mine = [run for run in right if run.implementation == implementation_of(strategy, here)]
         if any(units):
             mine = sorted(mine, key=lambda run: statistics.median(looked[run.label]))[:1]
@@ -253,14 +253,14 @@ def aliases_of(planned: Planned[C]) -> dict[str, str]:
         The name of that other one, by name.
     """
     plain = {
-        (dataclasses.replace(strategy, name="", recipe="", preference=0), run.label): label
+        (dataclasses.replace(strategy, name="", code="", recipe="", preference=0), run.label): label
         for label, (strategy, run, _) in planned.items()
         if strategy.partition is None
     }
     found = {}
     for label, (strategy, run, units) in planned.items():
         if strategy.partition is not None and not units:
-            twin = dataclasses.replace(strategy, name="", recipe="", preference=0, partition=None)
+            twin = dataclasses.replace(strategy, name="", code="", recipe="", preference=0, partition=None)
             if (twin, run.label) in plain:
                 found[label] = plain[twin, run.label]
     return found
@@ -277,7 +277,7 @@ def narrowed(planned: Planned[C], launches: Launches, instruments: Any) -> Launc
     rivals: dict[tuple[str, int], list[str]] = {}
     for label in launches:
         strategy, _, units = planned[label]
-        rivals.setdefault((strategy.name, units), []).append(label)
+        rivals.setdefault((strategy.code, units), []).append(label)
     asked = [label for labels in rivals.values() if len(labels) > 1 for label in labels]
     if not asked:
         return launches
@@ -323,7 +323,7 @@ class PairOutcome:
 
 def pair_label(strategy: Strategy, configuration: Configuration, units: int = 0) -> str:
     """Name of a strategy with one configuration, and with units taken from the GEMM, among the times."""
-    return f"{strategy.name}: {configuration.label}" + (f", {units} units" if units else "")
+    return f"{strategy.code}: {configuration.label}" + (f", {units} units" if units else "")
 
 
 def judge(
@@ -363,18 +363,18 @@ def judge(
     calls: dict[str, tuple[str, int]] = {}
     swept: dict[str, dict[int, float]] = {}
     for strategy in strategies:
-        timed = _timed(strategy, configurations, times, failures, unavailable, tried.get(strategy.name, (0,)))
-        columns: dict[str, Any] = {**whole, "strategy": strategy.name, "gemm_us": gemm_us, "best_comm_us": best_us}
+        timed = _timed(strategy, configurations, times, failures, unavailable, tried.get(strategy.code, (0,)))
+        columns: dict[str, Any] = {**whole, "strategy": strategy.code, "gemm_us": gemm_us, "best_comm_us": best_us}
         if isinstance(timed, Problem):
             correct = False if timed.wrong else None
-            rows[strategy.name] = C3Row(**columns, **NO_TIMES, correct=correct, note=timed.text)
+            rows[strategy.code] = C3Row(**columns, **NO_TIMES, correct=correct, note=timed.text)
             continue
         chosen, units = min(timed, key=lambda one: statistics.median(times[pair_label(strategy, *one)]))
         sweep = {n: statistics.median(times[pair_label(strategy, one, n)]) for one, n in timed if n}
         together = times[pair_label(strategy, chosen, units)]
         rounds = RoundTimes(times[GEMM], times[best.label], times[chosen.label], together)
         of_library = None if library is None else dataclasses.replace(rounds, best=times[library.label])
-        rows[strategy.name] = C3Row(
+        rows[strategy.code] = C3Row(
             **columns | rounds.columns(),
             time_us=statistics.median(together),
             percent_of_ideal_nccl=None if of_library is None else of_library.percent_of_ideal(),
@@ -383,11 +383,11 @@ def judge(
             units=units,
             sweep=", ".join(f"{n} {time_us:.6g}" for n, time_us in sweep.items()),
         )
-        calls[strategy.name], swept[strategy.name] = (chosen.label, units), sweep
+        calls[strategy.code], swept[strategy.code] = (chosen.label, units), sweep
     choice = _choice(workload, rows, strategies, swept)
     found = list(rows.values())
     if choice is not None:
-        name, units = choice.candidate.strategy.name, choice.candidate.units
+        name, units = choice.candidate.strategy.code, choice.candidate.units
         picked = _with_units(rows[name], units, swept[name].get(units))
         found.append(dataclasses.replace(picked, strategy=AUTO, chosen=name, note=f"picked: {choice.reason}"))
     alone_us = {c.label: statistics.median(times[c.label]) if c.label in times else None for c in configurations}
@@ -401,7 +401,7 @@ def _choice(
     swept: Mapping[str, Mapping[int, float]],
 ) -> Selection[LaunchMode] | None:
     """Return the choice of ``overlap`` under ``auto`` among the strategies that ran; None if none did."""
-    ran = [rows[one.name] for one in strategies if one.mover.makes_whole_call and one.name in swept]
+    ran = [rows[one.code] for one in strategies if one.mover.makes_whole_call and one.code in swept]
     if not ran:
         return None
     assert ran[0].gemm_us is not None
@@ -409,7 +409,7 @@ def _choice(
         workload,
         ran[0].gemm_us,
         alone_us=ran[0].best_comm_us,
-        engines_us=rows[ENGINES].comm_us if ENGINES in swept else None,
+        engines_us=rows[CONCCL].comm_us if CONCCL in swept else None,
         ways={(row.strategy, units) for row in ran for units in (0, *swept[row.strategy])},
     )
 
@@ -423,8 +423,8 @@ def _timed(
     tried: Sequence[int],
 ) -> list[tuple[C, int]] | Problem:
     """Return the configurations of a strategy and units that have times; the reason if there are none."""
-    if strategy.name in failures:
-        return failures[strategy.name]
+    if strategy.code in failures:
+        return failures[strategy.code]
     here = dict.fromkeys(c.implementation for c in configurations)
     name = implementation_of(strategy, here)
     if name is None:

@@ -12,7 +12,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from sidelane.c3.strategies import ENGINES
 from sidelane_lab.cli.c3 import C3Options, HeuristicsOptions, PairOptions
 from sidelane_lab.harness import provenance
 from sidelane_lab.harness.report import Cell, table_of
@@ -31,7 +30,7 @@ from sidelane_lab.pairs.sweep import HeuristicRow, Sweep, Way, judge
 from sidelane_lab.pairs.workload import Gemm, parse_workload
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.c3.prediction import workload_of
-from sidelane_lab.studies.c3.rows import C3Row, strategy_of
+from sidelane_lab.studies.c3.rows import CONCCL, C3Row, strategy_of
 
 MOST_SHOWN = 20
 """Choices with their reasons in a table."""
@@ -192,7 +191,7 @@ def sweeps_of(rows: Sequence[C3Row], workgroups: int) -> list[Sweep]:
         kernels = KernelDemand(GEMM, _tiles(workload.gemm)), KernelDemand(first.collective, workgroups)
         orders = next((_orders_of(row) for row in alike if row.orders), {})
         others = (kernels[0], KernelDemand(SMALL, _tiles(small_of(workload.gemm))), kernels[1]) if orders else ()
-        engines = next((row for row in timed if row.strategy == ENGINES), None)
+        engines = next((row for row in timed if row.strategy == CONCCL), None)
         sweeps.append(
             Sweep(
                 workload,

@@ -32,10 +32,10 @@ from sidelane_lab.model.device import run_device
 from sidelane_lab.model.strategies import PairAlone, Prediction, objection, pair_kernels, predict
 from sidelane_lab.model.study import TABLE_II, c3_study
 from sidelane_lab.pairs.workload import C3Class, Workload, gemm_of, ideal_speedup, parse_workload, percent_of_ideal
-from sidelane_lab.studies.c3.rows import C3Row, strategy_of
+from sidelane_lab.studies.c3.rows import C3Row, name_of, strategy_of
 
 SERIAL = "serial"
-ALL = tuple(strategy.name for strategy in all_strategies())
+ALL = tuple(strategy.code for strategy in all_strategies())
 NOTHING: dict[str, Any] = dict.fromkeys(
     ("comm_us", "time_us", "speedup", "percent_of_ideal", "percent_of_ideal_nccl"),
 )
@@ -100,7 +100,7 @@ def predicted_rows(machine: Machine, options: C3Options) -> list[C3Row]:
 def _row_under(machine: Machine, workload: Workload, strategy: Strategy, serial: C3Row) -> C3Row:
     if not (reason := objection(strategy, machine)):
         return _row(predict(machine, workload, strategy))
-    return dataclasses.replace(serial, **NOTHING, strategy=strategy.name, note=reason)
+    return dataclasses.replace(serial, **NOTHING, strategy=strategy.code, note=reason)
 
 
 def _row(found: Prediction) -> C3Row:
@@ -229,7 +229,7 @@ def speedups(compared: Sequence[Compared]) -> dict[tuple[str, str, int, str], fl
 def compared_table(machine: Machine, compared: Sequence[Compared]) -> Table:
     """How far predictions are off, by strategy: from the description alone, and from the times alone of a row."""
     lines, notes = [], []
-    for name, alike in grouped(compared, lambda one: one.row.strategy, ordered=False):
+    for name, alike in grouped(compared, lambda one: name_of(one.row), ordered=False):
         offs = [one.off for one in alike if one.off is not None]
         given = [one.given_off for one in alike if one.given_off is not None]
         if offs or given:
@@ -271,7 +271,7 @@ def draw_groups(rows: Sequence[C3Row], predicted: Predicted, results: Results, d
     if len(pairs) < FEWEST_PAIRS:
         return []
     directory.mkdir(parents=True, exist_ok=True)
-    by_name = {strategy.name: strategy for row in timed if (strategy := strategy_of(row)) is not None}
+    by_name = {strategy.code: strategy for row in timed if (strategy := strategy_of(row)) is not None}
     kernels = [name for name, one in by_name.items() if one.concurrent and one.mover is Mover.LIBRARY]
     engines = [name for name, one in by_name.items() if not one.mover.takes_units]
     auto = ["auto"] if any(row.chosen for row in timed) else []

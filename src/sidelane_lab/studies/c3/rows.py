@@ -96,9 +96,18 @@ class C3Row(PairRow):
     energy_mj: float | None = None
 
 
+CONCCL = "conccl"
+"""Code of the strategy on Sidelane's copy engines."""
+
+
 def strategy_of(row: C3Row) -> Strategy | None:
     """Return the strategy of a row; None for ``auto``, which repeats another row, and for one that has gone since."""
-    return next((strategy for strategy in strategies() if strategy.name == row.strategy), None)
+    return next((strategy for strategy in strategies() if row.strategy in (strategy.name, strategy.code)), None)
+
+
+def name_of(row: C3Row) -> str:
+    """Return the name of a row's strategy, as callers write it."""
+    return found.name if (found := strategy_of(row)) else row.strategy
 
 
 TOGETHER_COLUMNS: Mapping[str, Cell] = {
@@ -117,7 +126,7 @@ ENERGY_COLUMNS: Mapping[str, Cell] = {"W": "watts", "energy\nmJ": "energy_mj"}
 
 
 def _strategy(picked: Collection[str], row: C3Row, group: Sequence[C3Row]) -> str:
-    return row.strategy + (" (auto)" if row.strategy in picked else "")
+    return name_of(row) + (" (auto)" if row.strategy in picked else "")
 
 
 def pair_words(row: Any) -> str:
@@ -148,7 +157,7 @@ def c3_tables(rows: Sequence[C3Row]) -> list[Table]:
         if any(row.watts is not None for row in shown):
             columns |= ENERGY_COLUMNS
         title = f"{pair_words(first)}: {first.c3_class}, {alone_words(first)}"
-        notes = notes_of([(row.strategy, row.note) for row in same])
+        notes = notes_of([(name_of(row), row.note) for row in same])
         tables.append(table_of(title, shown, columns, value=lost_percent, noted=lambda row: False, notes=notes))
     return [*tables, *_class_tables(rows)]
 
@@ -161,7 +170,7 @@ def _class_tables(rows: Sequence[C3Row]) -> list[Table]:
         return []
     lines = []
     for (bound, c3_class), alike in cells:
-        for strategy, same in grouped(alike, lambda row: row.strategy, ordered=False):
+        for strategy, same in grouped(alike, name_of, ordered=False):
             found = [percent for row in same if (percent := possible_percent(row.percent_of_ideal)) is not None]
             if not found:
                 continue

@@ -255,17 +255,17 @@ class Bench:
             for strategy, run in _of_movers(by_mover):
                 refused = refusal(strategy, self._partitions, self._no_partitions, self._meter)
                 if refused:
-                    yield self._row(batch, run, means=strategy.name, note=refused)
+                    yield self._row(batch, run, means=strategy.code, note=refused)
                     continue
                 for units in self._units_of(strategy):
-                    label = f"{strategy.name} {run.label} {units}"
+                    label = f"{strategy.code} {run.label} {units}"
                     launch = pair.launch(strategy, run, units)
                     ways[label] = functools.partial(PairLaunch, label, launch, run, (gemm,))
                     places[label] = strategy, run, units
             found = {one.key: _figures(one) for one in self._compared(ways)}
         for label, (strategy, run, units) in places.items():
-            alone_us = found[f"alone {run.label}"].get("time_us") if strategy.name == SERIAL else None
-            yield self._row(batch, run, means=strategy.name, units=units, alone_us=alone_us, **found[label])
+            alone_us = found[f"alone {run.label}"].get("time_us") if strategy.code == SERIAL else None
+            yield self._row(batch, run, means=strategy.code, units=units, alone_us=alone_us, **found[label])
 
     def _units_of(self, strategy: Strategy) -> tuple[int, ...]:
         if strategy.partition is None or self._partitions is None:
