@@ -123,9 +123,7 @@ def test_all_fitted_claims_and_all_inputs_are_met(verdicts):
         "CC-05",
         "CC-07",
         "DM-BC-01",
-        "DM-SW-01",
         "DM-BB-02",
-        "DM-BB-03",
         "DM-PL-01",
         "DM-FIN-03",
     ],
@@ -135,9 +133,10 @@ def test_development_targets(verdicts, claim_id):
     assert verdicts[claim_id].ok, verdicts[claim_id]
 
 
-def test_half_of_the_size_ranges_are_exact(verdicts):
-    ranges = [v for v in verdicts.values() if v.claim_id.startswith(("DM-T1", "DM-T2"))]
-    assert {v.role for v in ranges} == {ClaimRole.DEVELOPMENT} and sum(v.ok for v in ranges) >= 4
+def test_size_ranges_are_exact(verdicts):
+    ranges = {v.claim_id: v for v in verdicts.values() if v.claim_id.startswith(("DM-T1", "DM-T2"))}
+    assert {v.role for v in ranges.values()} == {ClaimRole.DEVELOPMENT, ClaimRole.SEEN}
+    assert [claim_id for claim_id, v in ranges.items() if not v.ok] == ["DM-T2-3", "DM-T2-4"]
 
 
 def test_no_test_here_asserts_what_is_held_out(verdicts):

@@ -10,9 +10,12 @@ import time
 
 import pytest
 
+from sidelane.program.collective import Kind
 from sidelane_lab.harness import terminal
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.ranges import Variation, predict_each, variations
+from sidelane_lab.model.collectives import dma_run, published_program
+from sidelane_lab.sim import simulate
 
 MACHINE = named("mi300x8")
 SOME = [*variations(MACHINE, ("dma", "links"))][:7]
@@ -30,6 +33,20 @@ def test_predictions_come_in_order_whoever_makes_them(monkeypatch: pytest.Monkey
     assert [*predict_each(SOME, numbered, steps.append)] == [(one, numbered(one)) for one in SOME]
     assert steps[0] == f"1 of 7: {SOME[0].path} = {SOME[0].value:g}" and len(steps) == 7
     assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.parametrize(("kind", "variant"), [(Kind.ALL_TO_ALL, "b2b"), (Kind.ALL_TO_ALL, "swap")])
+@pytest.mark.parametrize("prelaunched", [False, True])
+def test_what_is_remembered_goes_by_every_number_that_a_run_depends_on(kind: Kind, variant: str, prelaunched: bool):
+    """Equal times of unlike machines would be those of the first."""
+    program = published_program(kind, 1 << 16, MACHINE.gpus, variant, prelaunched)
+    changed = [*variations(MACHINE, ("dma", "links", "gpu"))]
+    known = dma_run(MACHINE, kind, 1 << 16, variant, prelaunched).time_us
+    times = [dma_run(one.machine, kind, 1 << 16, variant, prelaunched).time_us for one in changed]
+    assert times == [simulate(program, one.machine).time_us for one in changed]
+    moved = {one.path for one, us in zip(changed, times, strict=True) if us != known}
+    assert moved >= {"dma.copy_us", "dma.swap_bytes" if variant == "swap" else "dma.other_source_us"}
+    assert ("dma.trigger_us" in moved) is prelaunched and ("dma.fetch_us" in moved) is not prelaunched
 
 
 def test_what_a_prediction_raises_is_raised_here(monkeypatch: pytest.MonkeyPatch):

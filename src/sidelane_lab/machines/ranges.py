@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import multiprocessing
+import operator
 import os
 import signal
 import typing
@@ -180,7 +181,7 @@ class _Part:
 
     def __init__(self, machine: Machine, sections: tuple[str, ...]) -> None:
         self.machine = machine
-        self.key = (machine.gpus, machine.nodes, *(getattr(machine, name) for name in sections))
+        self.key = (machine.gpus, machine.nodes, operator.attrgetter(*sections)(machine))
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -195,7 +196,7 @@ def remembered(
     """Remember what a function of a machine has returned, for all machines that are alike in what it depends on.
 
     Args:
-        sections: of a description; the numbers of GPUs and nodes count besides.
+        sections: of a description, or single numbers (``dma.copy_us``); those of GPUs and nodes count besides.
         maxsize: results that are kept.
     """
 

@@ -138,6 +138,8 @@ Watts = Annotated[Quantity, NumberLimit(0, 3000)]
 
 NO_CLASSES = Quantity(0, NumberSource.DATASHEET, "no GPU's memory tells collectives from computations")
 NO_ADDING = Quantity(0, NumberSource.DATASHEET, "no GPU's engines add")
+TWO_COPIES = Quantity(2, NumberSource.ASSUMED, "an engine writes what two copies write")
+ANY_SOURCE = Quantity(0, NumberSource.ASSUMED, "the next copy's bytes are there, wherever they are read")
 ONE_NIC = Quantity(1, NumberSource.ASSUMED, "a NIC a GPU")
 ONE_NODE_A_LEAF = Quantity(1, NumberSource.ASSUMED, "spines join all nodes")
 FULL_TREE = Quantity(1, NumberSource.ASSUMED, "as much bandwidth to spines as to nodes")
@@ -207,6 +209,10 @@ class DmaFigures:
     reduce_gbps: MemorySpeed  # bytes that the kernel of a reduction reads and writes.
     # Bytes that one engine reads when it adds; 0: engines do not add, as on every GPU that there is.
     add_gbps: Annotated[Quantity, NumberLimit(0.1, 1e5, zero=True)] = NO_ADDING
+    # Bytes of ``engine_gbps`` that a swap takes for each byte that it exchanges: 1 where both directions of a link are
+    # used at once.
+    swap_bytes: Annotated[Quantity, NumberLimit(1, 2)] = TWO_COPIES
+    other_source_us: Time = ANY_SOURCE  # what a further copy adds that reads other bytes than the one before.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 
 from sidelane.c3.strategies import named
 from sidelane.program.collective import Kind
-from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run, library_us
 from sidelane_lab.model.strategies import Prediction, partitions, predict, predictable
@@ -91,16 +90,11 @@ class DmaStudy:
 
 def dma_study(machine: Machine, sizes: Sequence[int] = SIZES) -> DmaStudy:
     """Predict the study of the DMA collectives paper: every variant, with and without prelaunch, by size."""
-    times = {(kind, n): library_us(machine, kind, n) for kind in COLLECTIVES for n in sizes}
-    return DmaStudy(_dma_times(machine, tuple(sizes)), times)
-
-
-@remembered("gpu", "links", "dma", maxsize=128)
-def _dma_times(machine: Machine, sizes: tuple[int, ...]) -> dict[tuple[Kind, str, bool, int], float]:
-    return {
+    engines = {
         (kind, variant, prelaunched, nbytes): dma_run(machine, kind, nbytes, variant, prelaunched).time_us
         for kind in COLLECTIVES
         for variant in PUBLISHED_VARIANTS[kind]
         for prelaunched in (False, True)
         for nbytes in sizes
     }
+    return DmaStudy(engines, {(kind, n): library_us(machine, kind, n) for kind in COLLECTIVES for n in sizes})

@@ -89,6 +89,8 @@ class Resources:
         if engine.kind is not EngineKind.COMPUTE:
             written = 2.0 if isinstance(command, Broadcast | Swap) else 1.0
             inside = len({span.rank for span in spans(command)}) == 1 and not any(map(self._is_in_host, spans(command)))
+            if isinstance(command, Swap) and not inside:
+                written = float(self._machine.dma.swap_bytes)
             self._add(weights, self._local(rank) if inside else self._engine(rank, engine), written)
         return Demand(float(src.nbytes), weights, self._latency_us(command))
 

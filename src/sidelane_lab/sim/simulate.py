@@ -19,6 +19,7 @@ from sidelane.program.ir import (
     Engine,
     EngineKind,
     Flag,
+    Move,
     Program,
     Queue,
     Reduce,
@@ -119,7 +120,7 @@ def simulate(
 class _Lane:
     """One queue on its way."""
 
-    __slots__ = ("behind_move", "held_since", "index", "kernel", "queue", "ready", "sent")
+    __slots__ = ("behind", "held_since", "index", "kernel", "queue", "ready", "sent")
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
@@ -127,7 +128,7 @@ class _Lane:
         self.kernel: KernelPart | None = None
         self.ready: dict[int, float] = {}  # when the host has handed over what begins there
         self.sent = (-1, 0.0)  # rank, and latency of what a kernel has sent there last
-        self.behind_move = False
+        self.behind: Move | Reduce | None = None  # what it has just moved
         self.held_since = 0.0
 
 
@@ -285,7 +286,7 @@ class _Simulation:
                 if isinstance(command, Reduce) and lane.queue.engine.kind is EngineKind.COMPUTE:
                     issue = dma.reduce_us
                 else:
-                    issue = dma.next_copy_us if lane.behind_move else dma.copy_us
+                    issue = self._issue_us(lane.behind, command)
                 self.time.at(self.time.now + issue + move.latency_us, self._begin, lane, move, self.time.now)
                 return
             else:
@@ -295,6 +296,13 @@ class _Simulation:
         known = self.time.now + (self.dma.sync_us if lane.kernel is None else 0.0)
         self._note_on(lane, "sync", self.time.now, known)
         self.finish_us = max(self.finish_us, known)
+
+    def _issue_us(self, before: Move | Reduce | None, command: Move | Reduce) -> float:
+        """Return the latency of a move. One that reads what the one before it read finds these bytes on their way."""
+        if before is None:
+            return float(self.dma.copy_us)
+        is_other = not isinstance(before, Reduce) and not isinstance(command, Reduce) and command.src != before.src
+        return float(self.dma.next_copy_us + (self.dma.other_source_us if is_other else 0.0))
 
     def _begin(self, lane: _Lane, move: Demand, start: float) -> None:
         nbytes = move.nbytes if lane.kernel is None else move.nbytes * lane.kernel.slowdown
@@ -315,13 +323,14 @@ class _Simulation:
                     self._note("links", name, label, began, self.time.now)
         if isinstance(command, Copy):
             lane.sent = command.dst.rank, move.latency_us
-        lane.behind_move = True
+        assert isinstance(command, (*MOVES, Reduce))
+        lane.behind = command
         lane.index += 1
         self._advance(lane)
 
     def _signalled(self, lane: _Lane, command: Signal) -> None:
         self._raise(command)
-        lane.behind_move = False
+        lane.behind = None
         self._advance(lane)
 
     def _raise(self, command: Signal) -> None:
@@ -344,7 +353,7 @@ class _Simulation:
         if self.kernels and isinstance(command, Wait) and command.flag in self.kernels:
             lane.kernel, lane.sent = self.kernels[command.flag], (-1, 0.0)
         lane.index += 1
-        lane.behind_move = False
+        lane.behind = None
         self._advance(lane)
 
     def _wait_us(self, lane: _Lane, command: Wait) -> float:
