@@ -157,6 +157,18 @@ def test_an_engine_runs_one_thing_at_a_time():
             assert first.end_us <= second.start_us + 1e-9
 
 
+@pytest.mark.parametrize("nbytes", [MB, 64 * MB + 4096, 256 * MB])
+def test_neighbouring_packets_pass_as_one_move_of_as_many_bytes(nbytes):
+    """A recorded run has each packet by itself."""
+    program = published_program(Kind.ALL_GATHER, nbytes, 8, "bcst")
+    joined, single = (simulate(program, MACHINE, record=record) for record in (False, True))
+    assert joined.time_us == pytest.approx(single.time_us, rel=1e-9) and joined.commands == single.commands
+    late = MACHINE.with_value("dma.next_copy_us", 1.0)
+    packets = max(len(queue.commands) for queue in program.queues)
+    more = simulate(program, late).time_us - joined.time_us
+    assert more == pytest.approx(packets - 1, rel=0.01), "a packet that takes time does so for each"
+
+
 def test_published_programs_have_the_engines_of_the_paper():
     engines = {
         variant: len(published_program(Kind.ALL_GATHER, MB, 8, variant).queues) for variant in ("pcpy", "bcst", "b2b")

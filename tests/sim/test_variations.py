@@ -46,6 +46,7 @@ def test_what_is_remembered_goes_by_every_number_that_a_run_depends_on(kind: Kin
     assert times == [simulate(program, one.machine).time_us for one in changed]
     moved = {one.path for one, us in zip(changed, times, strict=True) if us != known}
     assert moved >= {"dma.copy_us", "dma.swap_bytes" if variant == "swap" else "dma.other_source_us"}
+    assert simulate(program, MACHINE, record=True).time_us == pytest.approx(known, rel=1e-9)
     assert ("dma.trigger_us" in moved) is prelaunched and ("dma.fetch_us" in moved) is not prelaunched
 
 

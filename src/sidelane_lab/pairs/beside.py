@@ -28,8 +28,9 @@ class RoundTimes:
     together: Sequence[float]
 
     def columns(self) -> dict[str, Any]:
-        """Return what a row has of them: ratios in each round first, then medians."""
+        """Return what a row has of them: ratios in each round first, then medians; of percents also the ends."""
         rounds = zip(self.gemm, self.best, self.together, strict=True)
+        percents = self._percents()
         return {
             "gemm_us": statistics.median(self.gemm),
             "comm_us": statistics.median(self.alone),
@@ -37,13 +38,18 @@ class RoundTimes:
             "speedup": statistics.median(speedup(*times) for times in rounds),
             "ideal": statistics.median(map(ideal_speedup, self.gemm, self.best)),
             "percent_of_ideal": possible_percent(self.percent_of_ideal()),
+            "percent_least": min(percents, default=None),
+            "percent_most": max(percents, default=None),
         }
 
     def percent_of_ideal(self) -> float | None:
         """Return the median percent of ideal, where most rounds have one."""
+        defined = self._percents()
+        return statistics.median(defined) if 2 * len(defined) > len(self.together) else None
+
+    def _percents(self) -> list[float]:
         found = [percent_of_ideal(*times) for times in zip(self.gemm, self.best, self.together, strict=True)]
-        defined = [percent for percent in found if percent is not None]
-        return statistics.median(defined) if 2 * len(defined) > len(found) else None
+        return [percent for percent in found if percent is not None]
 
 
 class BesideGemm(PairLaunch):

@@ -23,11 +23,13 @@ class Demand:
         nbytes: of progress, counted at the source.
         weights: bytes of each resource that one of these takes.
         latency_us: beyond the engine's own, where the bytes leave the node.
+        commands: commands that this stands for: moves of neighbouring bytes, one right after another.
     """
 
     nbytes: float
     weights: Mapping[int, float]
     latency_us: float
+    commands: int = 1
 
 
 class Resources:

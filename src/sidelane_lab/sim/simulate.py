@@ -15,6 +15,7 @@ from sidelane.errors import SidelaneError
 from sidelane.execute.timeline import Interval
 from sidelane.program.ir import (
     MOVES,
+    Command,
     Copy,
     Engine,
     EngineKind,
@@ -28,6 +29,8 @@ from sidelane.program.ir import (
     Stamp,
     Wait,
     describe,
+    reads,
+    spans,
 )
 from sidelane_lab.machines.spec import HostThreads, Machine
 from sidelane_lab.sim.flows import VirtualTime
@@ -150,12 +153,11 @@ class _Simulation:
     ) -> None:
         self.program = program
         self.edges, self.fires, self.kernels, self.calls, self.fold = edges, fires, kernels, calls, fold
-        self.machine = machine
+        self.machine, self.record = machine, record
         self.dma = machine.dma
         self.resources = Resources(machine, program, fold)
         self.moves = {(queue.rank, queue.engine): self._demands(queue) for queue in program.queues}
         self.time: VirtualTime[_Passing] = VirtualTime(self.resources.capacities, self._passed_bytes)
-        self.record = record
         self.timeline: list[Interval] = []
         self.stamps: dict[tuple[int, int], float] = {}
         self.raised: dict[Flag, float] = {}
@@ -168,8 +170,15 @@ class _Simulation:
     def _demands(self, queue: Queue) -> dict[int, Demand]:
         found: dict[int, Demand] = {}
         kernel: KernelPart | None = None
+        first = 0
+        joins = not self.record and not self.kernels and not self.dma.next_copy_us
         for index, command in enumerate(queue.commands):
-            if isinstance(command, (*MOVES, Reduce)):
+            if joins and first < index and isinstance(command, MOVES) and _goes_on(queue.commands[index - 1], command):
+                one = found[first]
+                nbytes, count = one.nbytes + next(spans(command)).nbytes, one.commands + 1
+                found[first] = dataclasses.replace(one, nbytes=nbytes, commands=count)
+            elif isinstance(command, (*MOVES, Reduce)):
+                first = index
                 share = 1.0 if kernel is None else kernel.link_share
                 found[index] = self.resources.demand(command, queue.rank, queue.engine, share)
             elif self.kernels and isinstance(command, Wait):
@@ -284,7 +293,7 @@ class _Simulation:
                     self._begin(lane, move, self.time.now)
                     return
                 if isinstance(command, Reduce) and lane.queue.engine.kind is EngineKind.COMPUTE:
-                    issue = dma.reduce_us
+                    issue = float(dma.reduce_us)
                 else:
                     issue = self._issue_us(lane.behind, command)
                 self.time.at(self.time.now + issue + move.latency_us, self._begin, lane, move, self.time.now)
@@ -301,7 +310,8 @@ class _Simulation:
         """Return the latency of a move. One that reads what the one before it read finds these bytes on their way."""
         if before is None:
             return float(self.dma.copy_us)
-        is_other = not isinstance(before, Reduce) and not isinstance(command, Reduce) and command.src != before.src
+        adds = isinstance(before, Reduce) or isinstance(command, Reduce)
+        is_other = not adds and [*reads(command)] != [*reads(before)] and not _goes_on(before, command)
         return float(self.dma.next_copy_us + (self.dma.other_source_us if is_other else 0.0))
 
     def _begin(self, lane: _Lane, move: Demand, start: float) -> None:
@@ -325,7 +335,7 @@ class _Simulation:
             lane.sent = command.dst.rank, move.latency_us
         assert isinstance(command, (*MOVES, Reduce))
         lane.behind = command
-        lane.index += 1
+        lane.index += move.commands
         self._advance(lane)
 
     def _signalled(self, lane: _Lane, command: Signal) -> None:
@@ -376,3 +386,11 @@ class _Simulation:
     def _note(self, group: str, lane: str, label: str, start: float, end: float) -> None:
         if self.record and end > start:
             self.timeline.append(Interval(group, lane, label, start, end))
+
+
+def _goes_on(before: Command, command: Command) -> bool:
+    """True if a move continues the one before: the same ranks and buffers, and the bytes behind that one's."""
+    if type(before) is not type(command):
+        return False
+    pairs = zip(spans(before), spans(command), strict=True)
+    return all((b.rank, b.buffer, b.offset) == (a.rank, a.buffer, a.offset + a.nbytes) for a, b in pairs)

@@ -23,6 +23,7 @@ from sidelane_lab.harness.study import OF_LIBRARY, Allowed, FlatRow, Study
 from sidelane_lab.harness.table import Table, grouped
 from sidelane_lab.harness.ways import Rounds, WayOutcome, outcome
 from sidelane_lab.pairs.workload import Gemm
+from sidelane_lab.studies.c3.rows import spread_percent
 from sidelane_lab.studies.layout_exchanges import (
     BACK,
     CONTIGUOUS,
@@ -137,7 +138,7 @@ class LayoutRow(FlatRow):
         gemm_us: isolated time of the GEMM, in the same rounds.
         comm_us: isolated time of the same exchange, in the same rounds.
         best_comm_us: fastest isolated time of the exchange, of all ways.
-        speedup, ideal, percent_of_ideal: as in :class:`C3Row`.
+        speedup, ideal, percent_of_ideal, percent_least, percent_most: as in :class:`C3Row`.
     """
 
     allowed: ClassVar[Allowed] = (("layout", LAYOUTS), ("launch", LAUNCHES), ("memory", MEMORIES))
@@ -166,6 +167,8 @@ class LayoutRow(FlatRow):
     speedup: float | None = None
     ideal: float | None = None
     percent_of_ideal: float | None = None
+    percent_least: float | None = None
+    percent_most: float | None = None
 
 
 def shapes_of(options: LayoutOptions, rank: Rank) -> list[Shape]:
@@ -328,6 +331,7 @@ BESIDE_COLUMNS: Mapping[str, Cell] = {
     "speed-up": "speedup:.3f",
     "ideal": "ideal:.3f",
     "% of\nideal": "percent_of_ideal:.0f",
+    "by\nround": spread_percent,
     "<correct": "correct",
 }
 

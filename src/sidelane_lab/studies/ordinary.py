@@ -118,7 +118,7 @@ class OrdinaryRow(CollectiveRow):
         gemm_us: isolated time of the GEMM, in the same rounds.
         comm_us: isolated time of the same call, with the hint that a computation runs beside it, in the same rounds.
         best_comm_us: fastest isolated time of the call, of all implementations and kinds of memory.
-        speedup, ideal, percent_of_ideal: as in :class:`C3Row`.
+        speedup, ideal, percent_of_ideal, percent_least, percent_most: as in :class:`C3Row`.
         host_us: host time of a call on tensors that changed, from its begin until it returned, with an idle device and
             all hosts at once, in files of before 29 November 2026.
     """
@@ -137,6 +137,8 @@ class OrdinaryRow(CollectiveRow):
     speedup: float | None = None
     ideal: float | None = None
     percent_of_ideal: float | None = None
+    percent_least: float | None = None
+    percent_most: float | None = None
     host_us: float | None = None
 
     def __post_init__(self) -> None:

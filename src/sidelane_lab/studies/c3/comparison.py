@@ -51,6 +51,7 @@ from sidelane_lab.pairs.workload import (
     implementation_of,
     implementations_of,
     percent_of_ideal,
+    possible_percent,
 )
 from sidelane_lab.studies.c3.rows import CONCCL, C3Row
 
@@ -451,8 +452,10 @@ def _with_units(picked: C3Row, units: int, time_us: float | None) -> C3Row:
         units=units,
         time_us=time_us,
         speedup=picked.speedup * picked.time_us / time_us,
-        percent_of_ideal=percent_of_ideal(picked.gemm_us, picked.best_comm_us, time_us),
+        percent_of_ideal=possible_percent(percent_of_ideal(picked.gemm_us, picked.best_comm_us, time_us)),
         percent_of_ideal_nccl=None,
+        percent_least=None,
+        percent_most=None,
     )
 
 

@@ -13,7 +13,7 @@ from sidelane.c3.strategies import Strategy, strategies
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Results
-from sidelane_lab.harness.table import Line, Table, grouped, notes_of, number
+from sidelane_lab.harness.table import MISSING, Line, Table, grouped, notes_of, number
 from sidelane_lab.pairs.workload import possible_percent
 
 NOT_RUN = "not run: "
@@ -60,6 +60,7 @@ class C3Row(PairRow):
             ``MOST_PERCENT``: files of before December 2026 have such rows, which no mean counts.
         percent_of_ideal_nccl: percent of the papers' ideal: the same with the library's isolated time (NCCL's, Gloo's
             on CPUs) as best_comm, so that a faster collective can pass 100.
+        percent_least, percent_most: percent of ideal of the worst and of the best round; None in files without them.
         correct: True if outputs of both agreed with a reference in this run.
         note: reason why there is no time, or a remark.
         units: compute units that the GEMM did without; 0 also in files without this key.
@@ -94,6 +95,8 @@ class C3Row(PairRow):
     bound: str = ""
     watts: float | None = None
     energy_mj: float | None = None
+    percent_least: float | None = None
+    percent_most: float | None = None
 
 
 CONCCL = "conccl"
@@ -110,10 +113,18 @@ def name_of(row: C3Row) -> str:
     return found.name if (found := strategy_of(row)) else row.strategy
 
 
+def spread_percent(row: Any, rows: object) -> str:
+    """Return the percents of ideal of a row's worst and best round."""
+    if row.percent_least is None or row.percent_most is None:
+        return MISSING
+    return f"{row.percent_least:.0f} to {row.percent_most:.0f}"
+
+
 TOGETHER_COLUMNS: Mapping[str, Cell] = {
     "together\nus": "time_us",
     "speedup": "speedup:.2f",
     "% of\nideal": "percent_of_ideal:.0f",
+    "by\nround": spread_percent,
 }
 C3_COLUMNS: Mapping[str, Cell] = {
     "units\ntaken": "units",
