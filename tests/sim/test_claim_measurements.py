@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,33 @@ def test_the_best_of_all_variants_is_read_where_some_are_prelaunched(tmp_path: P
     assert found == {"there": "pcpy+prelaunch at 1 of 1 sizes", "here": "pcpy at 1 of 1 sizes"}
 
 
+PAIR = ("gemm", "bytes", "collective")
+BY_CALL = ("collective", "implementation", "variant", "bytes", "in_place")
+DRAWN = {
+    "c3": (*PAIR, "strategy"),
+    "heuristics": (*PAIR, "heuristic"),
+    "occupancy": (*PAIR, "implementation", "shape", "blocks", "resident", "priority"),
+    "collectives": (*BY_CALL, "launch", "prelaunch", "tensors"),
+    "prelaunch": (*BY_CALL, "launch", "trigger"),
+    "power": BY_CALL,
+    "chain": ("bytes", "implementation", "variant", "launch", "in_place"),
+    "phases": ("operation", "variant", "launch", "bytes"),
+    "fused": ("op", "shape", "implementation", "schedule", "launch"),
+    "isolated": (*PAIR, "what", "means", "units", "implementation", "variant"),
+}
+"""Columns that readings tell rows apart by."""
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*.json")), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_readings_tell_all_rows_of_our_files_apart(path: Path) -> None:
+    """A curve of two operators, or of two of anything else, would have the rows of the last one."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    columns = DRAWN.get(content.get("study"), ()) if isinstance(content, dict) else ()
+    rows = [row for row in content["rows"] if row.get("shape") != "tuned"] if columns else []
+    keys = Counter(tuple(row.get(column) for column in columns) for row in rows if row.get("time_us") is not None)
+    assert [key for key, count in keys.items() if count > 1] == []
+
+
 def test_no_reading_lacks_its_rows_in_our_files() -> None:
     readings = {claim_id: claim.reading for claim_id, claim in CLAIMS.items() if claim.reading is not None}
     measured = {claim_id for claim_id in readings if measure_claim(claim_id, [RESULTS])}
@@ -104,6 +132,8 @@ def test_a_pair_is_read_as_papers_define_it(tmp_path: Path) -> None:
         {**C3, "collective": "all_to_all", "strategy": strategy, "time_us": us}
         for strategy, us in (("serial", 400.0), ("c3_base", 350.0), ("conccl", 320.0))
     ]
+    rows += [{**row, "bytes": 2 << 20, "percent_of_ideal": 159.0 * (row["strategy"] == "conccl")} for row in rows]
+    rows[-1]["time_us"] = 200.0  # less than either alone
     file = write(tmp_path / "c3.json", "c3", rows)
     values = {claim_id: measure_claim(claim_id, [file])[0].value for claim_id in ("C3-ID-01", "CC-03", "CC-04")}
     assert values["C3-ID-01"] == pytest.approx(400 / 300, rel=1e-3)

@@ -12,7 +12,6 @@ from sidelane_lab.papers.slowdown import (
     TOKENS,
     SlowdownContext,
     all_bracketed,
-    draw,
     overlapped,
     platforms,
 )
@@ -55,10 +54,3 @@ def test_the_published_mean_is_bracketed_on_all_four_and_a_bracket_can_fail():
         most = max(overlapped(machine, Step(model, TOKENS[0], SEQUENCE)).slower for model in MODELS)
         assert context.slower[name][0] < most < context.slower[name][1]
     assert {check.claim_id for check in CLAIMS if check.incomparable} == {"CO-02", "CO-04"}
-
-
-@pytest.mark.long
-def test_the_picture_names_its_axes_and_the_published_figures(tmp_path):
-    text = draw(tmp_path).with_suffix(".svg").read_text()
-    assert all(f"<!-- {word} -->" in text for word in (*MACHINES, "tokens a rank", "kernels take longer, %"))
-    assert "<!-- published: mean of all -->" in text

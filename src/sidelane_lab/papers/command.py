@@ -54,7 +54,7 @@ class ClaimsOptions:
         results: folder of measurements, with one folder for each machine; used where no paper is about the machine.
         version: of the ConCCL paper, where its two versions disagree: ``000`` or ``002``.
         report: folder for ``claims.json``, which says what it was made with; with ranges about a paper's machine, for
-            the sensitivity and a picture of steps beside communication as well. None: nothing.
+            the sensitivity as well. None: nothing.
         ranges: predict over the plausible values of the machine's numbers as well (some twenty times the work).
     """
 
@@ -120,7 +120,6 @@ def main(options: ClaimsOptions) -> int:
     if options.report is not None:
         files += write_numbers(options.report / "claims.json", "claims", machine, rows, others)
         if survivals:
-            slowdown.draw(options.report)
             found = [dataclasses.asdict(survival) for survival in survivals]
             path = options.report / "claims-sensitivity.json"
             files += write_numbers(path, "claims_sensitivity", machine, found, others)

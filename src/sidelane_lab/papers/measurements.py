@@ -19,7 +19,7 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.harness.study import AS_GOOD, MODEL, PRELAUNCHED
 from sidelane_lab.model.collectives import geomean
 from sidelane_lab.model.study import TABLE_II, percent_of_means
-from sidelane_lab.pairs.workload import TABLE_I, ideal_speedup
+from sidelane_lab.pairs.workload import TABLE_I, ideal_speedup, possible_percent
 from sidelane_lab.papers.files import ResultFile, Row
 from sidelane_lab.studies.fused.shapes import HALF
 from sidelane_lab.studies.prelaunch import CALL, KERNEL, STREAM
@@ -112,10 +112,14 @@ class PairReadings:
 
     @classmethod
     def of(cls, file: ResultFile) -> Self:
-        """Read a file. Predicted pairs are grouped as the paper's Table II has them, whatever numbers are varied."""
+        """Read a file, without rows that are impossible.
+
+        Predicted pairs are grouped as the paper's Table II has them, whatever numbers are varied.
+        """
         found: dict[Pair, dict[str, Row]] = {}
         for row in file.rows:
-            if row["time_us"] is not None:
+            percent = row.get("percent_of_ideal")
+            if row["time_us"] is not None and (percent is None or possible_percent(percent) is not None):
                 found.setdefault((row["gemm"], row["bytes"], row["collective"]), {})[row["strategy"]] = row
         names = {pair: pair_name(pair) for pair in found if file.predicted}
         return cls(found, {pair: TABLE_II[name] for pair, name in names.items() if name in TABLE_II})

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import named
-from sidelane_lab.machines.ranges import bands, ends, remembered, variations
+from sidelane_lab.machines.ranges import ends, remembered, variations
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Tiled, run_device
 from sidelane_lab.model.kernels import library_gang
 from sidelane_lab.model.layer import ELEMENT, Step
-from sidelane_lab.model.panels import Panel, PublishedValue, draw_panels
 from sidelane_lab.model.training import ON_A_GPU, Gangs, orders, step_kernels, sustained
 from sidelane_lab.model.transformer import Transformer
-from sidelane_lab.papers.claims import Claim, ClaimRole, Paper, published
+from sidelane_lab.papers.claims import Claim, ClaimRole, Paper
 
 MODELS = (
     Transformer("GPT-3 XL", 24, 2048, 5461, 16, 16),
@@ -135,33 +133,6 @@ def _most(predicted: Brackets) -> float:
     return max(high for _, high in predicted.values())
 
 
-def draw(folder: Path, *, ranges: bool = True) -> Path:
-    """Draw a panel for each GPU of the paper: percent by which kernels take longer, by tokens."""
-    marks = [
-        PublishedValue(words, (published()[claim]["value"],), line=line)
-        for claim, line, words in (("CO-01", ":", "published: mean of all"), ("CO-02", "--", "published: most of all"))
-    ]
-
-    def slower(changed: Machine) -> dict[str, list[float]]:
-        steps = {model.name: [Step(model, tokens, SEQUENCE) for tokens in TOKENS] for model in MODELS}
-        return {name: [overlapped(changed, step).slower for step in some] for name, some in steps.items()}
-
-    panels = [
-        Panel(
-            curves=bands(one, slower, SECTIONS if ranges else ()),
-            x=TOKENS,
-            ticks={float(tokens): str(tokens) for tokens in TOKENS},
-            marks=marks,
-            low=0,
-            title=name,
-            xlabel="tokens a rank",
-            ylabel="" if place else "kernels take longer, %",
-        )
-        for place, (name, one) in enumerate(platforms().items())
-    ]
-    return draw_panels(panels, TITLE, folder, "slowdown", shared=True, size=(11, 3.4))
-
-
 UNKNOWN = "the abstract does not say which model, batch and precision that is"
 UNSAID = "the text at hand does not say which model, batch and precision it is; our steps are in fsdp.json"
 CLAIMS: tuple[Claim[SlowdownContext], ...] = (
@@ -177,7 +148,6 @@ CLAIMS: tuple[Claim[SlowdownContext], ...] = (
     ),
     Claim("CO-04", ClaimRole.SEEN, lambda c: _most(c.sequence), UNSAID, incomparable=UNKNOWN),
 )
-TITLE = "Training steps next to the library's collectives, predicted (bands: plausible numbers)"
 PAPER = Paper(
     numbers=("2507.03114",),
     machine="",
