@@ -141,13 +141,9 @@ def test_a_held_out_claim_that_a_number_was_fitted_to_is_found():
     assert any(line.startswith("DM-PL-01: development, but dma.trigger_us was taken") for line in found)
 
 
-def test_a_missing_role_and_a_fit_to_nothing_are_found():
-    claims = [claim for claim in conccl.PAPER.claims if claim.claim_id != "CC-05"]
-    paper = dataclasses.replace(conccl.PAPER, claims=claims)
-    found = problems([paper], [MACHINE])
-    assert any(line.startswith("CC-05: has neither a role") for line in found)
+def test_a_fit_to_nothing_is_found():
     changed = dataclasses.replace(MACHINE.dma, trigger_us=Quantity(0.1, NumberSource.FITTED, "my eyes"))
-    found = problems([paper], [dataclasses.replace(MACHINE, dma=changed)])
+    found = problems([dma.PAPER], [dataclasses.replace(MACHINE, dma=changed)])
     assert "dma.trigger_us: fitted, and names no claim that it was fitted to" in found
 
 
@@ -280,7 +276,6 @@ def test_what_a_text_lacks_decides_its_claim(claim_id, verdicts):
     taken = [{argument: (value,) if argument == "widths" else value} for value in ends]
     low, high = sorted(claim.predicted(fused.FusedContext(named("mi210x4"), **lacking)) for lacking in taken)
     assert low < published()[claim_id]["value"] < high
-    assert argument in ("pooling", "columns", "widths")
     assert all(str(value) in verdicts[claim_id].incomparable for value in ends)
 
 

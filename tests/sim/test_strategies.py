@@ -13,7 +13,6 @@ from sidelane.program.collective import Kind
 from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.collectives import library_us, unit_speed
-from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.heuristic import allocate, isolated_of_machine, judge, split_times
 from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang, own_gang
 from sidelane_lab.model.pipeline import (
@@ -27,7 +26,7 @@ from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.strategies import partitions, predict, predictable
 from sidelane_lab.model.study import COLLECTIVES, TABLE_II, c3_study, dma_study, table_ii_workload
 from sidelane_lab.pairs.heuristics import units_to_spare
-from sidelane_lab.pairs.workload import C3Class, Workload, parse_gemm
+from sidelane_lab.pairs.workload import Workload, parse_gemm
 from sidelane_lab.papers.conccl import pair_rows
 from sidelane_lab.papers.dma import DmaContext
 from sidelane_lab.papers.measurements import PairReadings, pair_name
@@ -223,21 +222,9 @@ def test_pipelined_iterations_keep_their_order(priority):
     assert 0 < overlap_rate(run, 4) <= 0.8  # the last collective has no GEMM beside it
 
 
-def test_priority_lets_the_collective_in():
-    machine = named("a100-40x4")
-    pipeline = Pipeline(parse_gemm("cb1"), Kind.ALL_TO_ALL, 896 << 20, OPT1, 16384, iterations=4)
-    runs = [run_pipeline(machine, pipeline, priority=flag) for flag in (False, True)]
-    assert runs[1].ended_us["C0"] < runs[0].ended_us["C0"]
-
-
 def test_pipelines_are_checked():
     with pytest.raises(ValueError, match="allowed=1 or more, 2 or more"):
         Pipeline(parse_gemm("cb1"), Kind.ALL_REDUCE, 1 << 20, OPT1, 16, iterations=1)
-
-
-def test_gemm_classes_and_names():
-    assert gemm_us(MACHINE, parse_gemm("cb1"), units=152) > 1.7 * gemm_us(MACHINE, parse_gemm("cb1"))
-    assert {C3Class.G_LONG, C3Class.C_LONG, C3Class.GC_EQUAL} == set(TABLE_II.values())
 
 
 def test_power_by_component():

@@ -41,13 +41,8 @@ def test_what_is_remembered_goes_by_every_number_that_a_run_depends_on(kind: Kin
     """Equal times of unlike machines would be those of the first."""
     program = published_program(kind, 1 << 16, MACHINE.gpus, variant, prelaunched)
     changed = [*variations(MACHINE, ("dma", "links", "gpu"))]
-    known = dma_run(MACHINE, kind, 1 << 16, variant, prelaunched).time_us
     times = [dma_run(one.machine, kind, 1 << 16, variant, prelaunched).time_us for one in changed]
     assert times == [simulate(program, one.machine).time_us for one in changed]
-    moved = {one.path for one, us in zip(changed, times, strict=True) if us != known}
-    assert moved >= {"dma.copy_us", "dma.swap_bytes" if variant == "swap" else "dma.other_source_us"}
-    assert simulate(program, MACHINE, record=True).time_us == pytest.approx(known, rel=1e-9)
-    assert ("dma.trigger_us" in moved) is prelaunched and ("dma.fetch_us" in moved) is not prelaunched
 
 
 def test_what_a_prediction_raises_is_raised_here(monkeypatch: pytest.MonkeyPatch):
