@@ -30,7 +30,7 @@ from sidelane_lab.studies.c3.bench import is_bound_by_memory
 from sidelane_lab.studies.c3.comparison import judge
 from sidelane_lab.studies.c3.heuristics import HeuristicsOptions
 from sidelane_lab.studies.tune import counters
-from sidelane_lab.studies.tune.isolated import IsolatedOptions, batches_of
+from sidelane_lab.studies.tune.isolated import IsolatedOptions, batches_of, main
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, key_of
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "command": "test"}
@@ -242,8 +242,9 @@ echo "$@" > "$0.asked"
 def test_bytes_are_counted_with_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     gemm, program = parse_workload("64x48x32_1M").gemm, tmp_path / "ncu"
-    with pytest.raises(FileNotFoundError, match="must be in PATH"):
-        counters.count(gemm, 5.0)
+    for asked in (lambda: counters.count(gemm, 5.0), lambda: main(IsolatedOptions(**OPTIONS, counters=True))):
+        with pytest.raises(FileNotFoundError, match="must be in PATH"):
+            asked()
     program.write_text(NCU)
     program.chmod(0o755)
     assert counters.count(gemm, 5.0) == {"time_us": 2.0, "moved_bytes": 8e6, "hit_percent": 70.0, "gbps": 4000.0}

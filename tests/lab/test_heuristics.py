@@ -248,7 +248,7 @@ def test_what_limits_a_gemm() -> None:
     assert MB1.bound(MACHINE.flops_per_byte) is Bound.COMPUTE
     assert MACHINE.bound(MB1)[0] is Bound.MEMORY
     unknown = MACHINE.bound(Gemm(64, 64, 8192))
-    assert unknown == (Bound.MEMORY, "32 operations a byte, the machine 200")
+    assert unknown == (Bound.MEMORY, "32 operations a byte of the least possible; the machine 200")
     assert GemmTimes(CB1, "split", 132, {0: 1.0}).sensitivity() is None
 
 

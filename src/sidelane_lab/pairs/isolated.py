@@ -164,8 +164,8 @@ class Isolated:
                 return limit, f"fewer units cost it {curve.sensitivity():.2f} of their share"
         if self.predicted is not None:
             return self.predicted(gemm), "as predicted of the described machine"
-        bound = gemm.bound(self.flops_per_byte)
-        return bound, f"{gemm.flops / gemm.nbytes:.0f} operations a byte, the machine {self.flops_per_byte:.0f}"
+        why = f"{gemm.flops / gemm.nbytes:.0f} operations a byte of the least possible; the machine"
+        return gemm.bound(self.flops_per_byte), f"{why} {self.flops_per_byte:.0f}"
 
     def bytes_of(self, gemm: Gemm) -> float:
         """Return the bytes of a GEMM: counted ones, else the least possible."""

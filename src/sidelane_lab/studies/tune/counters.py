@@ -32,14 +32,19 @@ def count(gemm: Gemm, timeout_s: float) -> dict[str, float]:
         ValueError: it counted nothing, with the end of what it said.
         TimeoutExpired: it took longer.
     """
-    if shutil.which(COUNT[0]) is None:
-        raise FileNotFoundError("ncu (Nsight Compute) must be in PATH")
+    refuse_without()
     is_product = gemm.operation is ComputeKind.PRODUCT
     name = f"{gemm.m}x{gemm.n}x{gemm.k}" if is_product else gemm.tag
     ran = subprocess.run(
         [*COUNT, sys.executable, "-m", __name__, name, gemm.dtype], capture_output=True, text=True, timeout=timeout_s
     )
     return counted(ran.stdout + ran.stderr)
+
+
+def refuse_without() -> None:
+    """Raise FileNotFoundError where there is no ``ncu``."""
+    if shutil.which(COUNT[0]) is None:
+        raise FileNotFoundError("ncu (Nsight Compute) must be in PATH")
 
 
 def counted(text: str) -> dict[str, float]:

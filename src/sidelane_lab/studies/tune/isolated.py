@@ -21,6 +21,7 @@ from sidelane_lab.harness.terminal import progress_console
 from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, COUNTERS, GEMM, MEMORY, PAIR, isolated_file
 from sidelane_lab.pairs.workload import LIBRARY, Gemm, parse_gemm
 from sidelane_lab.studies.tune.command import IsolatedOptions
+from sidelane_lab.studies.tune.counters import refuse_without
 from sidelane_lab.studies.tune.isolated_measure import MEANS, Bench, IsolatedBatch
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, isolated_tables, key_of
 
@@ -45,9 +46,12 @@ def main(options: IsolatedOptions) -> Results | None:
         Everything in the file; None on the other ranks under torchrun.
 
     Raises:
+        FileNotFoundError: bytes are to be counted, and there is no ``ncu``.
         RankFailedError: a rank failed; the file has what was measured until then.
         ValueError: options do not fit this machine, or the file is of another machine.
     """
+    if options.counters:
+        refuse_without()
     place = choose_target(options.ranks, options.device, fewest=1)  # what a GPU does alone needs no other one
     where = "cpu" if place.on_cpu else "gpu"
     seconds = options.budget_s or BUDGET_S[where]
