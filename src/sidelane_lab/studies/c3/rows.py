@@ -60,7 +60,8 @@ class C3Row(PairRow):
             ``MOST_PERCENT``: files of before December 2026 have such rows, which no mean counts.
         percent_of_ideal_nccl: percent of the papers' ideal: the same with the library's isolated time (NCCL's, Gloo's
             on CPUs) as best_comm, so that a faster collective can pass 100.
-        percent_least, percent_most: percent of ideal of the worst and of the best round; None in files without them.
+        percent_least: percent of ideal of the worst round; None in files without this key.
+        percent_most: percent of ideal of the best round; None in files without this key.
         correct: True if outputs of both agreed with a reference in this run.
         note: reason why there is no time, or a remark.
         units: compute units that the GEMM did without; 0 also in files without this key.
