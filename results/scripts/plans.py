@@ -28,6 +28,7 @@ PROGRAMS = {
     "fsdp-qwen3-1.7b": ("clients", "fsdp", "qwen3-1.7b", "eager", "nccl", "enable"),
     "tensor-llama-3.2-1b": ("clients", "tensor", "llama-3.2-1b", "graph", "nccl", "group"),
     "tensor-qwen3-1.7b": ("clients", "tensor", "qwen3-1.7b", "graph", "nccl", "group"),
+    "megatron-llama-3.2-1b": ("clients", "megatron", "llama-3.2-1b", "eager", "nccl", "group"),
     "experts-4096-tokens": ("e2e", "experts", "4096 tokens", "eager", "nccl, our sums", "copies"),
     "experts-128-tokens": ("e2e", "experts", "128 tokens", "eager", "nccl, our sums", "copies"),
 }

@@ -105,7 +105,8 @@ def test_collectives_are_known_by_their_call_or_kernel(
 @pytest.mark.parametrize(
     ("events", "problem"),
     [
-        (STEP[:2], "needs events of a GPU"),
+        (STEP[:2], "was recorded without a GPU: ranks on CPUs, or .*; record a step on two GPUs or more"),
+        ([], "has no events of PyTorch"),
         ([kernel("a", 1.0, 2.0), kernel("b", 1.0, 2.0, device=1)], "must have one rank's GPU .value=0, 1"),
         ([kernel("gemm", 1.0, -2.0)], "node 0 'gemm' needs times"),
         ([kernel("gemm", None, 2.0)], "node 0 'gemm' needs times"),  # type: ignore[arg-type]

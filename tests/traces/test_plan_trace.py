@@ -1,6 +1,8 @@
 """Plans from traces: sums that can be told beforehand, steps that another simulator ran, refusals, and the command."""
 
 import dataclasses
+import functools
+import importlib
 import itertools
 import json
 from collections.abc import Callable
@@ -109,41 +111,30 @@ def test_each_operation_gets_the_strategy_that_is_best_for_the_step() -> None:
     ],
 )
 def test_a_recorded_step_is_predicted_as_another_simulator_runs_it(
-    tmp_path: Path, name: str, tokens: int, off: float, exposed_off: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tokens: int, off: float, exposed_off: float
 ) -> None:
     """The device model runs FSDP2 with the library, which is recorded, and with copy engines, which is the truth.
 
     It has units and waves, which a trace does not tell. Where all GEMMs of a kind run beside collectives, nothing tells
     how long one takes alone: then exposed time is seen too small.
     """
-    machine = ordinary(sustained(find(name)))
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    sample, machine = importlib.import_module("parts.recorded_step"), ordinary(sustained(find(name)))
     step = Step(dataclasses.replace(MODELS["llama-8b-like"], layers=6), tokens, 4096)
-    nbytes = step.gathered * ELEMENT
 
-    def run(make: Callable[[Kind], Any]) -> Any:
-        gangs = tuple((kind, make(kind)) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
-        kernels = step_kernels(machine, step, 6, gangs, False)
-        return kernels, run_device(machine, kernels)
+    def run(make: Callable[..., Any]) -> float:
+        gangs = tuple((kind, make(machine, kind, step.gathered * ELEMENT)) for kind in sample.KINDS.values())
+        return run_device(machine, step_kernels(machine, step, 6, gangs, False)).time_us
 
-    kernels, recorded = run(lambda kind: library_gangs(machine, kind, nbytes, priority=1))
-    _, engines = run(lambda kind: engine_gangs(machine, kind, nbytes))
+    recorded_us, engines_us = run(functools.partial(library_gangs, priority=1)), run(engine_gangs)
     silent_us = run_device(machine, step_kernels(machine, step, 6, None, False)).time_us
-    events = []
-    for one in kernels:
-        begin, took = 1_000 + recorded.began_us[one.name], recorded.ended_us[one.name] - recorded.began_us[one.name]
-        label, *rest = one.name.split()
-        if label in ("AG", "RS"):
-            call, ranks = {"AG": ("_allgather_base", machine.gpus), "RS": ("_reduce_scatter_base", 1)}[label]
-            args = {**NCCL, "Collective name": call, "In msg nelems": nbytes // 2 // ranks, "Group size": machine.gpus}
-            events.append(kernel(f"ncclDevKernel_{label}", begin, took, 20 if label == "AG" else 24, **args))
-        else:
-            events.append(kernel(f"{label[0]} {''.join(rest)}", begin, took))
-    trace = read_kineto(written(tmp_path / "step.json", events, machine.title.partition(" x ")[2], machine.gpus))
+    (tmp_path / "step.json").write_text(json.dumps(sample.trace_of(find(name), step)))
+    trace = read_kineto(tmp_path / "step.json")
     found = plan_trace(find(name), trace)
     assert trace.step == "the whole trace", "layers are no steps"
-    assert found.library_us == pytest.approx(recorded.time_us) and found.chosen == (ENGINES, ENGINES)
-    assert found.best_us == pytest.approx(engines.time_us, rel=off)
-    assert found.exposed_us == pytest.approx(recorded.time_us - silent_us, rel=exposed_off)
+    assert found.library_us == pytest.approx(recorded_us) and found.chosen == (ENGINES, ENGINES)
+    assert found.best_us == pytest.approx(engines_us, rel=off)
+    assert found.exposed_us == pytest.approx(recorded_us - silent_us, rel=exposed_off)
 
 
 FSDP = [
@@ -232,7 +223,7 @@ def test_kernels_of_sidelane_change_no_stream_in_a_graph(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("nodes", "machine", "problem"),
     [
-        ([gemm(1, 9.0)], MACHINE, "the whole trace needs collectives"),
+        ([gemm(1, 9.0)], MACHINE, "has no collectives in the whole trace"),
         ([gemm(1, 9.0), gather(2)], dataclasses.replace(MACHINE, gpus=1), "needs several GPUs"),
     ],
 )
@@ -282,15 +273,17 @@ def test_the_command_answers_first(tmp_path: Path) -> None:
     step, operation = json.loads(json_path.read_text())["rows"]
     assert step["best_us"] < step["library_us"] == 972.0 and operation["takes"] == STRAIGHT
     assert "predicted on 8 x NVIDIA H100 SXM" in run("--trace", path, "--machine", "8xh100").output
+    for ranks, device in ((2, "NVIDIA H100 80GB HBM3"), (4, "NVIDIA A100-SXM4-80GB"), (8, "NVIDIA L40S")):
+        assert f"as recorded on {ranks} x NVIDIA " in run("--trace", written(path, FSDP, device, ranks)).output
 
 
 def test_the_command_says_what_it_needs(tmp_path: Path) -> None:
     path = written(tmp_path / "step.json", FSDP, "NVIDIA H2OO")
     for words, problem in (
-        ((), "--model or --trace is needed (value=neither"),
-        (("--trace", path, "--model", "8b"), "--model or --trace is needed (value=both"),
-        (("--trace", path), "--machine is needed (value=2 x NVIDIA H2OO"),
-        (("--trace", path, "--machine", "1xh100"), "machine: name"),
+        ((), "Say --model 8B, for example, or --trace step.json"),
+        (("--trace", path, "--model", "8b"), "for a recorded step; not both"),
+        (("--trace", path), "names NVIDIA H2OO, which is not described: say --machine 2xh100"),
+        (("--trace", path, "--machine", "1xh100"), "1 x NVIDIA H100 SXM communicates nothing"),
     ):
         shown = run(*words)
         assert shown.exit_code == 2 and problem in " ".join(shown.output.split()), shown.output

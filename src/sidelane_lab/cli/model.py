@@ -298,8 +298,7 @@ READ = {
 def _plan(**parameters: Any) -> None:
     options = PlanOptions(**values_of(PlanOptions, parameters))
     if bool(options.model) == (options.trace is not None):
-        value = "both" if options.model else "neither"
-        raise ValueError(f"plan: --model or --trace is needed (value={value}, allowed=one of them)")
+        raise ValueError("plan: what? Say --model 8B, for example, or --trace step.json for a recorded step; not both")
     kind = "--trace" if options.trace else "--serve" if options.serve else "training"
     flags = {one.name: one.opts[0] for one in click.get_current_context().command.params}
     read, instead = READ[kind]

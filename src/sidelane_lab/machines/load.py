@@ -187,10 +187,7 @@ def find(name_or_path: str, *, least: int = 2) -> Machine:
     path = Path(name_or_path)
     if path.suffix in (".toml", ".json"):
         if not path.is_file():
-            names = ", ".join(machine_names())
-            raise ValueError(
-                f"machine: no such file (value={name_or_path!r}, allowed={names}, or a file that there is)"
-            )
+            raise ValueError(f"machine: no such file: {name_or_path!r}; `sidelane machines` lists those with a name")
         return parse(text_of(path), name_or_path)
     machine = named(name_or_path)
     if machine.world_size < least:

@@ -187,21 +187,21 @@ def main(options: PlanOptions) -> None:
             ranks that do not share a layer, a sequence or experts evenly.
     """
     if not options.machine and not options.nodes:
-        raise ValueError("plan: --machine or --nodes is needed (value=neither, allowed=--machine 8xh100, ...)")
+        raise ValueError("plan: on which machine? Say --machine 8xh100, for example, or --nodes 2")
     machine, model = with_present_gemms(find(options.machine or MACHINE, least=1)), read_model(options.model)
     model = dataclasses.replace(model, layers=options.layers or model.layers)
     if options.serve:
         serving.main(machine, model, options)
         return
     if options.dtype not in WEIGHT_BYTES:
-        raise ValueError(f"plan: --dtype (value={options.dtype}, allowed={', '.join(WEIGHT_BYTES)} without --serve)")
+        raise ValueError(f"plan: --dtype {options.dtype} is for --serve; for training say {' or '.join(WEIGHT_BYTES)}")
     counts = parse_nodes(options.nodes) if options.nodes else (machine.nodes,)
     if counts == (1,) and options.report is not None:
         raise ValueError("plan: --report (allowed=with several nodes)")
     tensor = options.tensor or 1
     for flag, ranks in (("--tp", tensor), ("--cp", options.context), ("--ep", options.experts)):
         if machine.gpus % ranks:
-            raise ValueError(f"plan: {flag} (value={ranks}, allowed=divisors of {machine.gpus}, the GPUs of a node)")
+            raise ValueError(f"plan: {flag} {ranks} does not divide the {machine.gpus} GPUs of a node evenly")
     step = Step(
         *(model.divided(tensor), options.pass_tokens, options.sequence, False, options.context, tensor),
         *(options.experts, options.optimizer, options.dtype),
@@ -382,7 +382,7 @@ def plan(
                 progress(f"{machine.title}, {sharding}, {strategy}")
                 ways.append(PlannedStep(sharding, strategy, step_times(ranks, step, strategy, sharding=sharding)))
     if not ways:
-        raise ValueError(f"plan: --shard (value={', '.join(shardings)}, allowed=FSDP2 on {machine.title})")
+        raise ValueError(f"plan: --shard {', '.join(shardings)} is not for {machine.title}; say FSDP2")
     return TrainingPlan(machine, step, tuple(ways), accumulate)
 
 

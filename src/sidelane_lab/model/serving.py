@@ -167,7 +167,7 @@ def main(machine: Machine, model: Transformer, options: PlanOptions) -> None:
     console = tables_console(options.json)
     usual = [n for n in (1, 2, 4, 8) if n <= machine.gpus and model.heads % n == 0]
     if (options.tensor or 1) > machine.gpus:
-        raise ValueError(f"plan: --tp (value={options.tensor}, allowed=1 to {machine.gpus}, the GPUs of a node)")
+        raise ValueError(f"plan: --tp {options.tensor} needs more than the {machine.gpus} GPUs of a node")
     rows = []
     with progress("predicting") as update:
         for n in [options.tensor] if options.tensor else usual:

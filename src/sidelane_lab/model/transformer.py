@@ -7,6 +7,7 @@ and is computed as one with experts.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib.resources
 import re
@@ -15,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sidelane.errors import nearest
 from sidelane.user_files import json_of
 from sidelane_lab.harness.files import text_of
 
@@ -125,7 +125,8 @@ class Transformer:
         """
         for flag, ranks, all_of_it in (("--tp", tensor, self.heads), ("--ep", experts, self.experts or 1)):
             if all_of_it % ranks:
-                raise ValueError(f"plan: {flag} (value={ranks}, allowed=divisors of {all_of_it}, of {self.name})")
+                parts = "heads" if flag == "--tp" else "experts"
+                raise ValueError(f"plan: {flag} {ranks} does not divide the {all_of_it} {parts} of {self.name}")
         names = ("feed", "expert_feed", "shared", "vocabulary")
         parts = {name: -(-getattr(self, name) // tensor) for name in names}
         return dataclasses.replace(
@@ -272,8 +273,9 @@ def preset(text: str) -> Transformer:
         known = [_parts(other) for other in (name, *about.get("also", ()))]
         if any(wanted and all(_is_in(part, parts) for part in wanted) for parts in known):
             return of_config(name, about["sizes"])
-    allowed = f"{', '.join(presets())}, a config.json, or layers=32,hidden=4096,feed=14336,heads=32,kv_heads=8"
-    raise ValueError(f"plan: --model (value={text!r}, allowed={allowed}){nearest(text.lower(), presets())}")
+    near = ", ".join(difflib.get_close_matches(text.lower(), presets(), 3, 0))
+    other = "a config.json, or layers=32,hidden=4096,feed=14336,heads=32,kv_heads=8"
+    raise ValueError(f"plan: no model is called {text!r}; the nearest are {near}; --model also takes {other}")
 
 
 def _parts(name: str) -> list[str]:

@@ -54,6 +54,8 @@ ALIKE = 1.5
 they are further apart, they are of other sizes."""
 REPEATED = 0.9
 """Share of a recording that steps which are alike make up at least: layers of one step make up less."""
+HOW = "record a step on two GPUs or more (docs/guide/start-planning.md), or try examples/parts/recorded_step.py"
+"""Words for what to do where a file is no trace of a step of several GPUs."""
 STEP = "ProfilerStep#"
 """Begin of the profiler's names of steps."""
 LARGEST = 1e18
@@ -72,17 +74,19 @@ def read_kineto(path: Path) -> TraceGraph:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as problem:
-        raise ValueError(f"plan: {path} must be a whole JSON file ({problem})") from problem
+        raise ValueError(f"plan: {path} is not a whole JSON file; record it again ({problem})") from problem
     events = found.get("traceEvents") if isinstance(found, dict) else found
     if not isinstance(events, list):
-        raise ValueError(f"plan: {path} needs a list traceEvents (value={type(events).__name__})")
+        raise ValueError(f"plan: {path} is no trace of PyTorch's profiler: {HOW} (it has no list traceEvents)")
     ran = [
         (place, event)
         for place, event in enumerate(events)
         if isinstance(event, dict) and event.get("ph") == "X" and str(event.get("cat")) in CATEGORIES
     ]
     if not ran:
-        raise ValueError(f"plan: {path} needs events of a GPU (value=none, allowed={', '.join(CATEGORIES)})")
+        on_cpu = any(isinstance(event, dict) and event.get("cat") in ("cpu_op", "user_annotation") for event in events)
+        why = "was recorded without a GPU: ranks on CPUs, or a profiler without ProfilerActivity.CUDA" if on_cpu else ""
+        raise ValueError(f"plan: {path} {why or 'has no events of PyTorch: the profiler saw no step'}; {HOW}")
     devices = {str(_arguments(event).get("device", 0)) for _, event in ran}
     if len(devices) > 1:
         raise ValueError(f"plan: {path} must have one rank's GPU (value={', '.join(sorted(devices))})")
@@ -96,7 +100,8 @@ def read_kineto(path: Path) -> TraceGraph:
     )
     first = (properties or [{}])[0] if isinstance(properties, list | None) else None
     if not isinstance(first, dict):
-        raise ValueError(f"plan: {path} needs a list of objects deviceProperties (value={str(properties)[:40]})")
+        text = f"deviceProperties must be a list of objects, not {str(properties)[:40]}: take it out of the file"
+        raise ValueError(f"plan: {path} is damaged: {text}, and say --machine 8xh100, ...")
     ranks = distributed.get("world_size") if isinstance(distributed, dict) else 0
     return TraceGraph(
         str(path),

@@ -27,7 +27,7 @@ from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs
 from sidelane_lab.model.kernels import own_gang
 from sidelane_lab.model.training import BESIDE_COPIES, COMMUNICATING
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
-from sidelane_lab.traces.kineto import PAUSE_US
+from sidelane_lab.traces.kineto import HOW, PAUSE_US
 from sidelane_lab.traces.schedule import end_us, scheduled
 
 LIBRARY, KERNELS, ENGINES, STRAIGHT = STRATEGIES = "library", "kernels", "copy engines", "straight"
@@ -144,14 +144,11 @@ def plan_trace(
     Raises:
         ValueError: a step without collectives, or a machine of one GPU.
     """
+    require_collectives(trace)
+    if machine.world_size < 2:
+        raise ValueError(f"plan: --trace needs several GPUs (value={machine.title}, allowed=2 or more)")
     gpu = [node for node in trace.nodes if not node.on_host]
-    if machine.world_size < 2 or trace.ranks == 1:
-        value = f"{trace.source} of one rank" if trace.ranks == 1 else machine.title
-        raise ValueError(f"plan: --trace needs several GPUs (value={value}, allowed=2 or more)")
     operations = _operations(machine, trace, gpu)
-    if not any(node.kind is NodeKind.COLLECTIVE for node in gpu):
-        text = "(value=none, allowed=a step of several ranks: kernels whose names begin with nccl or rccl)"
-        raise ValueError(f"plan: {trace.source}: {trace.step} needs collectives {text}")
     step = _Step(machine, trace, operations, is_same=is_same)
     library = (LIBRARY,) * len(operations)
     library_us = step.time_us(library)
@@ -179,6 +176,16 @@ def plan_trace(
         sum(node.kind is NodeKind.COLLECTIVE and node.ident not in known and node.duration_us > 0 for node in gpu),
         max(0.0, idle_us - sum(node.duration_us for node in trace.nodes if node.kind is NodeKind.LAUNCH)),
     )
+
+
+def require_collectives(trace: TraceGraph) -> None:
+    """Refuse a step of one GPU, or one without collectives, before anything else is asked for."""
+    is_one = trace.ranks == 1
+    if is_one or not any(node.kind is NodeKind.COLLECTIVE and not node.on_host for node in trace.nodes):
+        why = f"has no collectives in {trace.step}: no kernel's name begins with nccl or rccl"
+        raise ValueError(
+            f"plan: {trace.source} {'is of one rank, which communicates nothing' if is_one else why}; {HOW}"
+        )
 
 
 def _best(step: _Step, operations: Sequence[StepOperation]) -> tuple[str, ...]:
