@@ -42,7 +42,7 @@ SURE = (
     "to 25% too fast in six of 256 sequences"
 )
 SERVERS = (
-    "the server's own kernel is not modelled here; between two H200s a step with Sidelane's sums took 0.3 to 4.4% less "
+    "kernels for sums are not modelled here, {}; between two H200s a step with Sidelane's sums took 0.3 to 4.4% less "
     "time than with vLLM's kernel, and with norms inside 2.5 to 8.4% (docs/guide/serving.md)"
 )
 KERNEL_US, KERNEL_BYTES = 1.95, 300 << 10
@@ -248,7 +248,8 @@ def answer(machine: Machine, model: Transformer, rows: list[dict[str, Any]]) -> 
     if fitting and machine.runs is not RunStatus.UNSUPPORTED:
         taken = best["decode_ms"] < min(own or math.inf, best["decode_library_ms"])
         lines.append(f"Write: {'VLLM_PLUGINS=sidelane ' * taken}vllm serve MODEL --tensor-parallel-size {tensor}")
-    modelled = "" if own or tensor == 1 or machine.through_host else f"; {SERVERS}"
+    whose = "the server's own" if machine.links.peak_gbps > PCIE_GBPS else "neither Sidelane's nor the server's own"
+    modelled = "" if own or tensor == 1 or machine.through_host else f"; {SERVERS.format(whose)}"
     lines.append(f"How sure: {RUNS.get(machine.runs, machine.runs)}; {SURE}{modelled}.")
     return lines + left_out(model)
 
