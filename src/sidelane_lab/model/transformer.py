@@ -125,8 +125,8 @@ class Transformer:
         """
         for flag, ranks, all_of_it in (("--tp", tensor, self.heads), ("--ep", experts, self.experts or 1)):
             if all_of_it % ranks:
-                parts = "heads" if flag == "--tp" else "experts"
-                raise ValueError(f"plan: {flag} {ranks} does not divide the {all_of_it} {parts} of {self.name}")
+                shared = "heads" if flag == "--tp" else "experts"
+                raise ValueError(f"plan: {flag} {ranks} does not divide the {all_of_it} {shared} of {self.name}")
         names = ("feed", "expert_feed", "shared", "vocabulary")
         parts = {name: -(-getattr(self, name) // tensor) for name in names}
         return dataclasses.replace(
