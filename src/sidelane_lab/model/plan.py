@@ -276,7 +276,7 @@ def answer(planned: TrainingPlan) -> list[str]:
     ]
     if is_enough:
         lines.append(_to_write(planned))
-    return [*lines, *how_sure(machine, step), *serving.left_out(step.model)]
+    return [*lines, *how_sure(machine, step), *serving.left_out(step.model, *["energy of this GPU"] * (not joules))]
 
 
 def how_sure(machine: Machine, step: Step) -> list[str]:

@@ -152,10 +152,10 @@ def verdict(model: Transformer, machine: Machine, left_gb: float, how: str = "")
     )
 
 
-def left_out(model: Transformer) -> list[str]:
+def left_out(model: Transformer, *more: str) -> list[str]:
     """Return a line that says what is not modelled."""
     loads = ["uneven loads of experts"] if model.experts else []
-    return [f"Not modelled: {', '.join(['pipeline parallelism', *model.left_out, *loads])}."]
+    return [f"Not modelled: {', '.join(['pipeline parallelism', *model.left_out, *loads, *more])}."]
 
 
 def main(machine: Machine, model: Transformer, options: PlanOptions) -> None:
@@ -251,7 +251,7 @@ def answer(machine: Machine, model: Transformer, rows: list[dict[str, Any]]) -> 
     whose = "the server's own" if machine.links.peak_gbps > PCIE_GBPS else "neither Sidelane's nor the server's own"
     modelled = "" if own or tensor == 1 or machine.through_host else f"; {SERVERS.format(whose)}"
     lines.append(f"How sure: {RUNS.get(machine.runs, machine.runs)}; {SURE}{modelled}.")
-    return lines + left_out(model)
+    return lines + left_out(model, "requests that come and go", "energy")
 
 
 def _what_fits(machine: Machine, model: Transformer, row: dict[str, Any]) -> list[str]:
