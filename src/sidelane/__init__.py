@@ -91,4 +91,5 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and would take 
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "flight_recorder", "fsdp", "metrics", "ops"})
+    public = (*__all__, "config", "errors", "flight_recorder", "fsdp", "metrics", "ops")
+    return sorted({*public, *(name for name in globals() if name.startswith("__"))})

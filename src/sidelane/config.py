@@ -39,6 +39,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -107,11 +108,10 @@ class Config:
 
     def __new__(cls, *_: object, **given: object) -> Self:
         """Refuse unknown names before the others are checked."""
-        unknown = [name for name in given if name not in cls.__slots__]
-        if unknown:
-            allowed, name = ", ".join(cls.__slots__), unknown[0]
-            problem = f"Config: {name}: no such setting (value={given[name]!r}, allowed={allowed})"
-            raise see(TypeError(problem + nearest(name, cls.__slots__)), Page.SETTINGS)
+        if unknown := [name for name in given if name not in cls.__slots__]:
+            shown = f"value={given[unknown[0]]!r}, allowed={', '.join(cls.__slots__)}"
+            problem = f"Config: {unknown[0]}: no such setting ({shown}){nearest(unknown[0], cls.__slots__)}"
+            raise see(TypeError(problem), Page.SETTINGS)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -123,6 +123,11 @@ class Config:
                 raise see(TypeError(f"Config: {name} (value={value!r}, allowed={allowed})"), Page.SETTINGS) from None
             except ValueError as problem:
                 raise _refused(f"Config: {problem}") from None
+
+
+# ``help`` and editors take that of ``__new__`` otherwise, which names no setting.
+_, *_parameters = inspect.signature(Config.__init__).parameters.values()
+setattr(Config, "__signature__", inspect.Signature(_parameters))  # noqa: B010
 
 
 def from_environment(environment: Mapping[str, str]) -> Config:
@@ -140,8 +145,9 @@ def from_environment(environment: Mapping[str, str]) -> Config:
     _log_level(environment)
     _switch("SIDELANE_NVTX", environment.get("SIDELANE_NVTX", "0"))
     known = {f"SIDELANE_{name.upper()}": (name, read) for name, (_, _, read) in _SETTINGS.items()}
-    given = {variable: environment[variable] for variable in known if variable in environment}
-    return Config(**{known[variable][0]: known[variable][1](variable, value) for variable, value in given.items()})
+    return Config(
+        **{name: read(each, environment[each]) for each, (name, read) in known.items() if each in environment}
+    )
 
 
 def profile_folder() -> Path | None:

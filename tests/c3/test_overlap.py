@@ -239,7 +239,7 @@ def test_auto_takes_engines_and_refuses_half_a_description(group: dist.ProcessGr
                 lambda comm: comm.all_gather(whole, torch.full((64,), float(comm.rank))),
                 comm,
                 strategy="auto",
-                beside=product,
+                computation=product,
                 moves=("all_gather", 1 << 28),
             )
             assert whole[:, -1].tolist() == list(range(n)) and c.unique().tolist() == [16.0]
@@ -249,23 +249,29 @@ def test_auto_takes_engines_and_refuses_half_a_description(group: dist.ProcessGr
                 choose_overlap(comm, product, wrong)  # type: ignore[arg-type]
             except ValueError as error:
                 told.append(str(error))
-        both = {"strategy": "auto", "beside": product, "moves": ("all_gather", 64)}
-        for wrong in ({"moves": ()}, {"beside": None}, {"units": 8}, {"strategy": "serial"}, {"beside": "compute"}):
+        both = {"strategy": "auto", "computation": product, "moves": ("all_gather", 64)}
+        for wrong in (
+            {"moves": ()},
+            {"computation": None},
+            {"units": 8},
+            {"strategy": "serial"},
+            {"computation": "compute"},
+        ):
             try:
                 overlap(lambda: None, lambda comm: None, comm, **{**both, **wrong})  # type: ignore[arg-type]
             except ValueError as error:
                 told.append(str(error))
     assert told[0].startswith("copy_engines: copy engines")
     assert len(told) == 11 and all("moves (value=" in text for text in told[1:6])
-    assert all("strategy auto takes beside and moves" in told[number] for number in (6, 7, 8))
-    assert "need strategy='auto'" in told[9] and "beside (value='compute'" in told[10]
+    assert all("strategy auto takes computation and moves" in told[number] for number in (6, 7, 8))
+    assert "need strategy='auto'" in told[9] and "computation (value='compute'" in told[10]
 
 
 @on_ranks(2, timeout_s=110)
 def test_inside_of_compiled_code(group: dist.ProcessGroup) -> None:
     """Inside of what torch.compile has made."""
     with communicator(group) as comm:
-        tensor, short = torch.empty(10), comm.beside(us=5.0)
+        tensor, short = torch.empty(10), comm.computation(us=5.0)
 
         @torch.compile(backend="eager")
         def step(x: torch.Tensor) -> torch.Tensor:
@@ -276,7 +282,7 @@ def test_inside_of_compiled_code(group: dist.ProcessGroup) -> None:
                 lambda comm: comm.all_reduce(tensor),
                 comm,
                 strategy="auto",
-                beside=short,
+                computation=short,
                 moves=("all_reduce", 40),
             )
             return seven / 7 + total
@@ -332,7 +338,12 @@ def test_a_large_reduction_gets_units_of_its_own(group: dist.ProcessGroup) -> No
         def step() -> torch.Tensor:
             whole.fill_(1.0)
             c, _ = overlap(
-                lambda: a @ a, lambda comm: comm.all_reduce(whole), comm, strategy="auto", beside=product, moves=moves
+                lambda: a @ a,
+                lambda comm: comm.all_reduce(whole),
+                comm,
+                strategy="auto",
+                computation=product,
+                moves=moves,
             )
             return torch.stack([c[0, 0], c[-1, -1], whole[0], whole[-1]])
 

@@ -118,7 +118,7 @@ def test_a_computation_that_nobody_can_weigh_is_one_that_wants_all_units():
 
 @pytest.mark.parametrize("us", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_computation_takes_time(us: float):
-    with pytest.raises(ValueError, match=r"beside: us \(value="):
+    with pytest.raises(ValueError, match=r"computation: us \(value="):
         Computation(us)
 
 

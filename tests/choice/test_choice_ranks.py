@@ -162,10 +162,10 @@ def test_a_computation_is_the_same_on_all_ranks(group: dist.ProcessGroup) -> Non
     """What ranks say of a computation, and what their calls make of it."""
     rank, told = dist.get_rank(group), []
     with Communicator(group, config=Config(timeout_s=30)) as comm:
-        hint = comm.beside(us=100.0 + rank)
+        hint = comm.computation(us=100.0 + rank)
         assert hint.gemm is None
         assert ran(comm, SMALL, beside=hint)[0] == ran(comm, SMALL, beside="compute")[0]
-        product = comm.beside(gemm=(96, 64, 32, "float32"))
+        product = comm.computation(gemm=(96, 64, 32, "float32"))
         assert product.gemm == (96, 64, 32, "float32") and 0 < product.us < 1e6
         tensors = [torch.full((5,), float(rank)), torch.full((3,), 1.0)]
         comm.all_reduce(tensors, beside=hint)
@@ -179,16 +179,16 @@ def test_a_computation_is_the_same_on_all_ranks(group: dist.ProcessGroup) -> Non
             {"gemm": (8, 8 + rank, 8, "float32")},
         ):  # fmt: skip
             with pytest.raises((ValueError, PeerError, MismatchError)) as refused:
-                comm.beside(**given)
+                comm.computation(**given)
             told.append(f"{refused.type.__name__}: {refused.value}")
-        with pytest.raises(ValueError, match="allowed=nothing, compute, a result of Communicator.beside"):
+        with pytest.raises(ValueError, match="allowed=nothing, compute, a result of Communicator.computation"):
             comm.all_gather(torch.empty(comm.world_size), torch.empty(1), beside=17.0)
         assert ran(comm, SMALL, beside=hint), "all of that has left the communicator as it was"
     hints = everyones(group, [str(hint), *told])
     assert [hint[0] for hint in hints] == ["compute of 102 us"] * 3
-    assert all("ValueError: beside: " in text and "=" in text for hint in hints for text in hint[1:8])
+    assert all("ValueError: computation: " in text and "=" in text for hint in hints for text in hint[1:8])
     assert [hint[8].split(":")[0] for hint in hints] == ["PeerError", "ValueError", "PeerError"]
-    assert all("us (value=-1.0" in hint[8] and "beside (8, 8, 8, 'float32')" in hint[9] for hint in hints)
+    assert all("us (value=-1.0" in hint[8] and "computation (8, 8, 8, 'float32')" in hint[9] for hint in hints)
 
 
 @on_ranks(2)

@@ -104,7 +104,7 @@ def test_the_modes_of_a_caller_are_not_those_of_a_call(group: dist.ProcessGroup)
                 with comm.batch(async_op=True) as batch:
                     batch.all_reduce(ordinary)
                 batch.work.wait()
-                assert comm.beside(us=5.0).us == 5.0
+                assert comm.computation(us=5.0).us == 5.0
                 peers = comm.peers(symmetric)
             assert type(peers) is type(symmetric) is torch.Tensor and peers.tolist()[rank] == symmetric.data_ptr()
             comm.all_reduce(symmetric.fill_(rank))

@@ -141,8 +141,8 @@ ROWS: dict[str, Row] = {
     "splits with fractions": Row(lambda s: splits(s, [1.0] * s.n, [1] * s.n)),
     "splits by a number": Row(lambda s: splits(s, s.n, [1] * s.n)),
     "splits by text": Row(lambda s: splits(s, "abc", [1] * s.n)),
-    "time of a computation": Row(lambda s: s.comm.beside(us=10**400)),
-    "size of a computation": Row(lambda s: s.comm.beside(gemm=(2**40, 2**40, 2**40, "float32"))),
+    "time of a computation": Row(lambda s: s.comm.computation(us=10**400)),
+    "size of a computation": Row(lambda s: s.comm.computation(gemm=(2**40, 2**40, 2**40, "float32"))),
     "a misspelt option": Row(lambda s: s.comm.all_reduce(torch.ones(4), asnyc_op=True), reduces),
     # calls that do not even fit the method
     "one argument too few": Row(

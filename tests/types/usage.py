@@ -98,10 +98,10 @@ def overlaps(comm: Communicator, a: torch.Tensor, b: torch.Tensor) -> None:
     def gather(on: Communicator) -> Work | None:
         return on.all_gather(a, b)
 
-    beside = comm.beside(gemm=(1, 2, 3, "bfloat16"))
+    beside = comm.computation(gemm=(1, 2, 3, "bfloat16"))
     moves = [("all_gather", 1 << 20)]
     assert_type(choose_overlap(comm, beside, moves).reason, str)
-    assert_type(overlap(lambda: a @ b, gather, comm, beside=beside, moves=moves), tuple[torch.Tensor, Work | None])
+    assert_type(overlap(lambda: a @ b, gather, comm, computation=beside, moves=moves), tuple[torch.Tensor, Work | None])
     step = Overlap(comm)
     assert_type(step(lambda: a @ b, gather), tuple[torch.Tensor, Work | None])
     assert_type(step.times_us, dict[str, float])

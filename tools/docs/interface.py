@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from docs.source import Definition, definition_of, definitions, first_line, module_of, signature
 
-INTERNAL = ("disown", "leave", "repeat_call", "profile_of", "range_name", "renew", "run", "uuid")
+INTERNAL = ("disown", "leave", "refuse", "repeat_call", "profile_of", "range_name", "renew", "run", "uuid")
 """Methods that the library calls across its own modules. They are no part of the interface."""
 
 

@@ -54,7 +54,7 @@ def overlap(
     *,
     strategy: str = NAMES[0],
     units: int | None = None,
-    beside: Computation | None = None,
+    computation: Computation | None = None,
     moves: SizedCalls = (),
 ) -> tuple[T, S]:
     """Run a computation and collectives at once; the caller's next work follows both. Collective.
@@ -71,7 +71,7 @@ def overlap(
             ``kernels_partition``; or ``auto``, see :func:`choose_overlap`. Sidelane's kernels move the bytes in
             ``kernels_partition`` and ``kernels_priority``, whatever is fastest. The same on all ranks.
         units: number of units that such a strategy takes; None: the fewest, 8.
-        beside: description of ``compute`` (``Communicator.beside``); for ``auto``.
+        computation: description of ``compute``, from ``Communicator.computation``; for ``auto``.
         moves: description of ``collective``: name and bytes of a collective, or several such pairs; for ``auto``.
 
     Returns:
@@ -84,14 +84,14 @@ def overlap(
     """
     _check_communicator(on)
     if strategy == AUTO:
-        if beside is None or not moves or units is not None:
+        if computation is None or not moves or units is not None:
             raise _refused(
-                f"overlap: strategy auto takes beside and moves, and no units (value={beside}, {moves}, {units})"
+                f"overlap: strategy auto takes computation and moves, no units (value={computation}, {moves}, {units})"
             )
-        way = choose_overlap(on, beside, moves).candidate
+        way = choose_overlap(on, computation, moves).candidate
     else:
-        if beside is not None or moves:
-            raise _refused(f"overlap: beside and moves need strategy='auto' (value={beside}, {moves})")
+        if computation is not None or moves:
+            raise _refused(f"overlap: computation and moves need strategy='auto' (value={computation}, {moves})")
         way = possible(strategy, on.device, units, (AUTO,))
     return _run(way, compute, collective, on)
 
@@ -119,7 +119,7 @@ def _check_collective(collective: object) -> None:
         raise _refused(f"overlap: collective (value={collective.__qualname__} of {code.co_argcount}, {allowed}")
 
 
-def choose_overlap(comm: Communicator, beside: Computation, moves: SizedCalls) -> Selection[LaunchMode]:
+def choose_overlap(comm: Communicator, computation: Computation, moves: SizedCalls) -> Selection[LaunchMode]:
     """Return the strategy of ``overlap(..., strategy="auto")``; its ``reason`` explains it.
 
     Collectives that only move bytes take ``copy_engines``. So do reductions, but for large ones beside a compute-bound
@@ -129,22 +129,23 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: SizedCalls) -
 
     Args:
         comm: communicator that makes the collectives.
-        beside: computation next to them, from ``Communicator.beside``. Units are taken only from GEMMs of known shape.
+        computation: computation next to them, from ``Communicator.computation``. Units are taken only from GEMMs of
+            known shape.
         moves: collectives with their bytes.
 
     Raises:
         ValueError: there are no collectives, or a name or size is unknown.
     """
-    pairs = _checked(beside, moves)
-    capturing, question = _is_capturing(comm.device), (beside, pairs)
+    pairs = _checked(computation, moves)
+    capturing, question = _is_capturing(comm.device), (computation, pairs)
     found: Selection[LaunchMode] | None = None if capturing else lookup(comm, question)
     if found is None:
         found = choose_strategy(
-            beside.us,
-            beside.gemm,
+            computation.us,
+            computation.gemm,
             pairs,
-            alone_us=_expected_us(comm, beside, pairs, NOTHING),
-            engines_us=_expected_us(comm, beside, pairs, COMPUTE),
+            alone_us=_expected_us(comm, computation, pairs, NOTHING),
+            engines_us=_expected_us(comm, computation, pairs, COMPUTE),
             is_possible=lambda mode: can_run(mode, comm.device),
         )
         if not capturing:
@@ -152,9 +153,9 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: SizedCalls) -
     return found
 
 
-def _checked(beside: Computation, moves: SizedCalls) -> tuple[tuple[Kind, int], ...]:
-    if not isinstance(beside, Computation):
-        raise ValueError(f"overlap: beside must be a result of Communicator.beside (value={beside!r})")
+def _checked(computation: Computation, moves: SizedCalls) -> tuple[tuple[Kind, int], ...]:
+    if not isinstance(computation, Computation):
+        raise ValueError(f"overlap: computation must be a result of Communicator.computation (value={computation!r})")
     found = []
     for pair in [moves] if len(moves) == 2 and isinstance(moves[0], str) else list(moves):
         match pair:
@@ -167,9 +168,11 @@ def _checked(beside: Computation, moves: SizedCalls) -> tuple[tuple[Kind, int], 
     return tuple(found)
 
 
-def _expected_us(comm: Communicator, beside: Computation, moves: Sequence[tuple[Kind, int]], hint: str) -> float | None:
+def _expected_us(
+    comm: Communicator, computation: Computation, moves: Sequence[tuple[Kind, int]], hint: str
+) -> float | None:
     """Return the expected time of all collectives alone, with ``hint`` as ``beside``; None if it is unknown."""
-    dtype = "bfloat16" if beside.gemm is None else beside.gemm[3]
+    dtype = "bfloat16" if computation.gemm is None else computation.gemm[3]
     calls = [CallShape(kind, comm.world_size, nbytes, dtype, in_place=True, beside=hint) for kind, nbytes in moves]
     times = [choose(comm.profile.profile, call, comm.abilities).table[0][1] for call in calls]
     return None if None in times else sum(us for us in times if us is not None)

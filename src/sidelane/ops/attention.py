@@ -278,6 +278,10 @@ def reshard(
 
     Returns:
         New tensors, as many as were given.
+
+    Raises:
+        ValueError: dimensions do not fit; nothing has moved, and the peers raise PeerError with the reason.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     dims = given[0].dim() if given else 0

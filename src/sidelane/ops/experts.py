@@ -175,7 +175,8 @@ def combine_tokens(comm: Communicator, rows: Tensor, routes: ExpertRoutes) -> Te
     Returns:
         Tensor [T, H].
 
-    Raises the same errors as :func:`dispatch_tokens`.
+    Raises:
+        As :func:`dispatch_tokens`.
     """
     with reporting_refusals(comm, COMBINE):
         rows = check_tensor(COMBINE, "rows", rows, comm.device, FLOATS, (2,))

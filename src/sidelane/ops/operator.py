@@ -306,12 +306,18 @@ def explain(
         captured: the call is in a graph.
         dtype: dtype of the weight, tables or rows; None for any that was measured.
         without: methods that the call lacks: ``split`` with counts on the device, or with several experts.
+
+    Returns:
+        A line with the method that a call takes, and the times by which it was chosen.
+
+    Raises:
+        ValueError: no such operator, or not as many sizes as it has; the peers raise PeerError with the reason.
+        UnavailableError: the first time, inside of a capture.
     """
     with reporting_refusals(comm, "explain"):
         check_choice("explain", "op", op, tuple(OPERATORS))
-        wanted = len(OPERATORS[op].sizes)
-        if len(sizes) != wanted or min(sizes) < 1:
-            raise ValueError(f"explain: sizes of {op} (value={sizes}, allowed={wanted} numbers from 1)")
+        if len(sizes) != len(wanted := OPERATORS[op].sizes) or min(sizes) < 1:
+            raise ValueError(f"explain: sizes of {op} (value={sizes}, allowed={len(wanted)} numbers from 1)")
     call = OperatorCall((), sizes, None if dtype is None else dtype.itemsize, without=tuple(without))
     return OPERATORS[op].explain(comm, call, captured=captured)
 

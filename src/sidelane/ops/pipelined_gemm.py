@@ -343,11 +343,23 @@ def gemm_all_reduce(
 ) -> torch.Tensor:
     """Compute ``y = x @ weight.T; comm.all_reduce(y)``, for more tokens than ``gemv_all_reduce`` takes.
 
-    Arguments and errors are those of :func:`gemm_reduce_scatter`, with any number of rows; ``pieces`` is the largest
-    number of parts of the rows.
+    The first call of a shape makes its resources, with all ranks; later ones may be captured into a graph.
+
+    Args:
+        comm: communicator of the ranks.
+        x: columns of this rank, [M, K]; K is the same on all ranks.
+        weight: columns of this rank, [H, K], of x's dtype: float32, float16 or bfloat16.
+        method: ``split``, ``unfused`` or ``auto``, see :func:`gemm_reduce_scatter`.
+        pieces: largest number of parts of the rows with ``split``, the same on all ranks; None for the measured
+            number, or a default.
 
     Returns:
         Tensor [M, H], the same bits on every rank. The next call of this shape overwrites it.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; nothing has been moved.
+        UnavailableError: a new shape inside of a capture.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     return _reduced(ALL, _reduce_in_parts, _reduce_unfused, comm, x, weight, method, pieces)
 

@@ -29,7 +29,7 @@ _GEMM = optional(_gemm_of)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Computation:
-    """A computation that runs next to a call, by its time; ``Communicator.beside`` makes one, the same on every rank.
+    """A computation beside a call, by its time; ``Communicator.computation`` makes one, the same on every rank.
 
     Attributes:
         us: time that it takes alone, in microseconds.
@@ -50,10 +50,10 @@ class Computation:
     def __post_init__(self) -> None:
         validate(self, us=number, gemm=_GEMM, copies_hidden=number, kernels_hidden=number)
         if not (math.isfinite(self.us) and self.us > 0):
-            raise ValueError(f"beside: us (value={self.us!r}, allowed=microseconds above 0)")
+            raise ValueError(f"computation: us (value={self.us!r}, allowed=microseconds above 0)")
         if not (self.copies_hidden <= 1 and self.kernels_hidden <= 1):
             raise ValueError(
-                f"beside: hidden (value={self.copies_hidden}, {self.kernels_hidden}, allowed=1 and less: a share)"
+                f"computation: hidden (value={self.copies_hidden}, {self.kernels_hidden}, allowed=1 and less: a share)"
             )
 
     def __str__(self) -> str:
@@ -154,7 +154,7 @@ def check_beside(function: str, beside: object) -> None:
     """
     if not isinstance(beside, Computation) and beside not in BESIDE:
         raise ValueError(
-            f"{function}: beside (value={beside!r}, allowed={', '.join(BESIDE)}, a result of Communicator.beside)"
+            f"{function}: beside (value={beside!r}, allowed={', '.join(BESIDE)}, a result of Communicator.computation)"
         )
 
 

@@ -21,27 +21,27 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def own_time_us(gemm: tuple[int, int, int, str] | None, us: float | None, device: torch.device) -> float:
-    """Return the time of a computation on this rank: the caller's, or that of its GEMM. See ``Communicator.beside``.
+    """Return the time of a computation on this rank: the caller's, or that of its GEMM (``Communicator.computation``).
 
     Raises:
         ValueError: both or none of them are given, or a dimension, dtype or time is wrong.
         RuntimeError: there is no memory for the matrices.
     """
     if (gemm is None) == (us is None):
-        raise ValueError(f"beside: give one of gemm and us (gemm={gemm}, us={us})")
+        raise ValueError(f"computation: give one of gemm and us (gemm={gemm}, us={us})")
     if gemm is None:
         if not (isinstance(us, int | float) and 0 < us <= sys.float_info.max):
-            raise ValueError(f"beside: us (value={us!r}, allowed=microseconds above 0)")
+            raise ValueError(f"computation: us (value={us!r}, allowed=microseconds above 0)")
         return float(us)
     match gemm:
         case (int(m), int(n), int(k), str(dtype)) if min(m, n, k) >= 1 and dtype in DTYPES:
             if max(m * n, m * k, n * k) * getattr(torch, dtype).itemsize < 2**63:
                 return _gemm_us(m, n, k, getattr(torch, dtype), device)
     allowed = f"(m, n, k, dtype), matrices of less than 2**63 bytes, dtype of {', '.join(DTYPES)}"
-    raise ValueError(f"beside: gemm (value={gemm!r}, allowed={allowed})")
+    raise ValueError(f"computation: gemm (value={gemm!r}, allowed={allowed})")
 
 
-def computation(us: float, gemm: tuple[int, int, int, str] | None, device: torch.device) -> Computation:
+def computation_of(us: float, gemm: tuple[int, int, int, str] | None, device: torch.device) -> Computation:
     """Describe a computation that takes the slowest rank ``us`` microseconds."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     # Four digits: with more, equal computations would differ.

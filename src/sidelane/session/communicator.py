@@ -58,7 +58,7 @@ from sidelane.modes import is_in_modes, leaving_modes, untraced
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
-from sidelane.session.beside import computation, own_time_us
+from sidelane.session.beside import computation_of, own_time_us
 from sidelane.session.entry import entry, repeated_entry
 from sidelane.session.lists import Batched, ListedCall, ReshardCall, Tensors
 from sidelane.session.making import agree_on_profile, make_backend, resolve_arguments
@@ -337,7 +337,7 @@ class Communicator:
             variant: ``pcpy``, ``b2b``, ``striped``, ``bcst`` (``output`` symmetric), ``one_shot``
                 (a kernel, GPUs only: docs/internals/protocols.md), or ``auto`` (docs/internals/choice.md).
             beside: for ``auto``, the work that runs next to the call: ``nothing``; ``compute``, which uses all compute
-                units; or a result of :meth:`beside`. None takes ``Config.beside``.
+                units; or a result of :meth:`computation`. None takes ``Config.beside``.
 
         Raises:
             ValueError, TypeError: wrong arguments; nothing has moved.
@@ -453,7 +453,13 @@ class Communicator:
 
     @repeated_entry
     def broadcast(
-        self, tensor: Tensors, *, root: int, async_op: bool = False, variant: str = AUTO, beside: Beside | None = None
+        self,
+        tensor: Tensors,
+        *,
+        root: int = 0,
+        async_op: bool = False,
+        variant: str = AUTO,
+        beside: Beside | None = None,
     ) -> Work | None:
         """Replace everyone's ``tensor`` with that of ``root`` (a rank of the group).
 
@@ -476,7 +482,7 @@ class Communicator:
         output: torch.Tensor,
         input: torch.Tensor | None = None,
         *,
-        root: int,
+        root: int = 0,
         async_op: bool = False,
         variant: str = AUTO,
         beside: Beside | None = None,
@@ -494,7 +500,7 @@ class Communicator:
         output: torch.Tensor | None,
         input: torch.Tensor,
         *,
-        root: int,
+        root: int = 0,
         async_op: bool = False,
         variant: str = AUTO,
         beside: Beside | None = None,
@@ -677,7 +683,7 @@ class Communicator:
         return Reached("staged", self.arguments.pool_offsets.why_staged(tensor))
 
     @entry
-    def beside(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:
+    def computation(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:
         """Describe the computation beside calls, for their ``beside=``: ``auto`` then weighs how much of either hides.
 
         Collective: the slowest rank's time counts on all ranks. It takes one small collective and, for a GEMM, a few
@@ -692,10 +698,10 @@ class Communicator:
             UnavailableError: a graph is being captured.
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
-        _, own_us = self.path.agree("beside", lambda: (own_time_us(gemm, us, self.device), f"beside {gemm}"))
+        _, own_us = self.path.agree("computation", lambda: (own_time_us(gemm, us, self.device), f"computation {gemm}"))
         slowest = torch.tensor([own_us], dtype=torch.float32, device=self.device)
         self._call(Kind.ALL_REDUCE, (slowest, slowest), ("max",), AUTO, None, False)
-        return computation(slowest.item(), gemm, self.device)
+        return computation_of(slowest.item(), gemm, self.device)
 
     @entry
     def barrier(self) -> None:

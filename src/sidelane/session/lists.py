@@ -175,7 +175,7 @@ class Batched:
         """See ``Communicator.all_reduce``."""
         self._append(SingleCall(Kind.ALL_REDUCE, (tensor if output is None else output, tensor), (op,)))
 
-    def broadcast(self, tensor: Tensors, *, root: int) -> None:
+    def broadcast(self, tensor: Tensors, *, root: int = 0) -> None:
         """See ``Communicator.broadcast``; roots may differ from one to another."""
         self._append(SingleCall(Kind.BROADCAST, (tensor,), (root,)))
 
