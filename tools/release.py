@@ -1,4 +1,4 @@
-"""Build the sdist and, from it, the wheels of the library and of its laboratory; check and try them.
+"""Build the sdist and, from it, the wheels of the library and of its laboratory, with their hashes; check and try them.
 
 All are built from the files that git knows, in a folder of their own, so that nothing left behind by an earlier build
 can get into them. The library's wheel is installed into a new environment that sees the other packages of this Python,
@@ -9,6 +9,7 @@ alone, and no C compiler. Then the laboratory's joins it.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -65,7 +66,9 @@ def main() -> None:
     check_wheel(wheel, "sidelane", files, pages)
     check_wheel(lab, "sidelane_lab", files)
     try_wheels(wheel, lab)
-    print(f"[sidelane] {sdist.name}, {wheel.name} and {lab.name} are in {out}")
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in (sdist, wheel, lab)]
+    (out / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
+    print(f"[sidelane] {sdist.name}, {wheel.name}, {lab.name} and SHA256SUMS are in {out}")
 
 
 def tracked_files() -> set[str]:
@@ -131,9 +134,13 @@ def try_wheels(wheel: Path, lab: Path) -> None:
     install = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps")
     run(*install, wheel)
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
-    # Plain paths: the path files in there, such as the one of an editable installation, do not count.
-    borrowed = [path for path in sys.path if path.endswith("-packages")]
-    Path(site, "borrowed.pth").write_text("\n".join(borrowed), encoding="utf-8")
+    # Links to all packages but Sidelane's own, whose editable installations would name commands that are not here.
+    borrowed = ENVIRONMENT / "borrowed"
+    borrowed.mkdir()
+    for path in (path for folder in sys.path if folder.endswith("-packages") for path in Path(folder).iterdir()):
+        if "sidelane" not in path.name and not (borrowed / path.name).exists():
+            (borrowed / path.name).symlink_to(path)
+    Path(site, "borrowed.pth").write_text(str(borrowed), encoding="utf-8")
     variables = {"PATH": str(bin_), "HOME": str(ENVIRONMENT), "SIDELANE_LOG": "WARN", "CUDA_VISIBLE_DEVICES": ""}
 
     said = run(python, "-c", "import sidelane; print(sidelane.__file__)", variables=variables).strip()

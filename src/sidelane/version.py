@@ -1,3 +1,3 @@
 """The version of this package, which ranks compare when they meet."""
 
-VERSION = "0.2.0"
+VERSION = "0.3.0"
