@@ -22,6 +22,7 @@ from torch.nn import functional
 from sidelane.program.collective import Kind
 from sidelane.program.kernel import HOST_LL_BYTES
 from sidelane.session import Communicator
+from sidelane_lab.baselines import candidate
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.operators import AllReduceNorm, GemmReduce, predict_fused
@@ -210,7 +211,7 @@ def prepare(size: DecodeSize, group: dist.ProcessGroup, comm: Communicator, devi
         return ops.all_reduce_rms_norm(comm, functional.linear(x, weight), residual, norm, eps=EPS)
 
     def gathered(group: dist.ProcessGroup) -> Gather:
-        return functools.partial(dist.all_gather_into_tensor, group=group)
+        return functools.partial(candidate.all_gather, group=group)
 
     own, few = sidelane_group(device), size.tokens <= MOST_NORMED
     many = half_of(functools.partial(ops.gemm_all_reduce, comm))

@@ -22,6 +22,7 @@ from sidelane.ops import rms_norm as norms
 from sidelane.ops.gemv import tiling_of
 from sidelane.ops.handle import power_of_two
 from sidelane.session import Communicator
+from sidelane_lab.baselines import candidate
 from sidelane_lab.studies.fused.case import (
     AS_CALLED,
     GROUP,
@@ -189,7 +190,7 @@ def gemm_reduce_scatter(comm: Communicator, rows: int, depth: int, columns: int)
     out, own_out = ordinary(comm, rows // n, columns), symmetric(comm, rows // n, columns)
 
     def through_group(source: torch.Tensor) -> torch.Tensor:
-        dist.reduce_scatter_tensor(out, source)
+        candidate.reduce_scatter(out, source)
         return out
 
     def through_ours(source: torch.Tensor) -> torch.Tensor:
@@ -247,7 +248,7 @@ def all_gather_gemm(comm: Communicator, rows: int, depth: int, columns: int) -> 
         own_x.copy_(x)
 
     def through_group(source: torch.Tensor, into: torch.Tensor = gathered) -> torch.Tensor:
-        dist.all_gather_into_tensor(into, source)
+        candidate.all_gather(into, source)
         return into
 
     def through_ours(source: torch.Tensor) -> torch.Tensor:
