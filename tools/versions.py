@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "results" / "cpu" / "versions.json", ROOT / "docs" / "reference" / "versions.md"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 OLDEST_TORCH = (2, 11)
-PACKAGES = ("numpy", "rich", "click", "expecttest", "pytest", "pytest-timeout")
+PACKAGES = ("numpy", "rich", "click", "matplotlib", "expecttest", "pytest", "pytest-timeout")
 TESTS = (
     "tests/collectives/test_collectives.py",
     "tests/integrations/test_process_group.py",
