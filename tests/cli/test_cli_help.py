@@ -175,7 +175,7 @@ def test_without_a_command_there_is_the_help() -> None:
 
 
 def test_choices_are_listed_once() -> None:
-    assert run("c3", "--help").stdout.count("conccl_left") == 1
+    assert run("c3", "--help").stdout.count("copy_engines_left") == 1
 
 
 @pytest.mark.parametrize(("is_loading", "is_terminal"), [(True, True), (True, False), (False, True)])

@@ -167,10 +167,7 @@ class C3Options(PairOptions):
         ("sidelane c3 cb1_896M", "measure one pair on the GPUs that are here"),
         ("sidelane c3 --gemm 8192,8192,8192 --bytes 1.2G", "a GEMM and a size of your own"),
         ("sidelane c3 cb1_896M --study occupancy", "iterations in a pipeline, by the shape of the GEMM"),
-        (
-            "sidelane c3 --pairs-by-class h200x2 --strategy copy_engines --strategy copy_engines_partition",
-            "every class, by its bound",
-        ),
+        ("sidelane c3 --pairs-by-class h200x2 --strategy copy_engines", "every class, by its bound"),
         ("sidelane c3 --study heuristics --machine mi300x8", "how often each heuristic is right there"),
         ("sidelane c3 --machine mi300x8", "predict the whole study for eight MI300X"),
         ("sidelane c3 --machine h200x4 --results c3.json --report out", "predicted and measured together"),
