@@ -108,8 +108,9 @@ class ShardedAdamW:
         """Read what as many ranks have saved."""
         for unit in self.units:
             unit.wait()
-        model.load_state_dict(torch.load(path / "weights.pt"))
-        self.adamw.load_state_dict(torch.load(path / f"adamw-{dist.get_rank()}.pt"))
+        # By the host: CUDA does not copy from rank 0's GPU, which the file names, to symmetric memory of another GPU.
+        model.load_state_dict(torch.load(path / "weights.pt", map_location="cpu"))
+        self.adamw.load_state_dict(torch.load(path / f"adamw-{dist.get_rank()}.pt", map_location="cpu"))
 
 
 class ClippedAdamW(torch.optim.AdamW):
