@@ -40,12 +40,12 @@ GATHER = (
     *("fsdp_params", "group", "async_op", "all_gather_copy_in_stream", "all_gather_stream", "device"),
     "all_gather_comm",
 )
-COPY_OUT = ("all_gather_result", "fsdp_params", "group")
+COPY_OUT, NEWER = ("all_gather_result", "fsdp_params", "group"), "all_gather_output_fn"  # the latter since torch 2.15
 NO_ROOM = "no symmetric memory is left for the parameters"
 
 FREEING = {
     *("itertools", "chain", "all_gather_outputs", "_unsharded_inner_tensors", "free_storage"),
-    *("compiled_autograd_enabled", "_unsharded_param", "untyped_storage", "resize_"),
+    *("compiled_autograd_enabled", "_unsharded_param", "untyped_storage", "resize_", "free_all_gather_outputs"),
 }
 """Names that FSDP2's freeing of a parameter uses: if a torch uses more, its method must not be replaced."""
 
@@ -65,7 +65,7 @@ def objection() -> str | None:
         function: Any = getattr(_fsdp_param_group, name, None)
         if function is None or function not in (_OURS[name], getattr(_fsdp_collectives, name, None)):
             return f"something else has replaced {name}"
-        if tuple(inspect.signature(_TORCHS.get(name, function)).parameters) != wanted:
+        if tuple(one for one in inspect.signature(_TORCHS.get(name, function)).parameters if one != NEWER) != wanted:
             return f"{name} of torch {torch.__version__} takes other arguments"
     if getattr(AllGatherResult, "_fields", ()) != RESULT:
         return f"AllGatherResult of torch {torch.__version__} has other fields"
@@ -78,12 +78,14 @@ def objection() -> str | None:
     ):
         if used not in inspect.unwrap(method).__code__.co_names:
             return f"{method.__qualname__} of torch {torch.__version__} does not use {used}"
-    more = sorted(set(param.free_unsharded_param.__code__.co_names) - FREEING)
+    more = sorted({*param.free_unsharded_param.__code__.co_names} - FREEING)
     return f"free_unsharded_param of torch {torch.__version__} uses {more[0]}" if more else None
 
 
 def objection_to(params: Any) -> str | None:
     """Return the reason why the parameters of a group (torch's ``FSDPParamGroup``) are not gathered straight."""
+    if getattr(params, f"_{NEWER}", None) is not getattr(_fsdp_collectives, f"_default_{NEWER}", None):
+        return f"the group has an {NEWER} of its own"
     for param in params.fsdp_params:
         if param.fsdp_placement.dim:
             return f"a parameter is sharded along dimension {param.fsdp_placement.dim}"
@@ -129,7 +131,8 @@ class DirectGather:
         at_once = backward or self._ring.behind_backward or copy_in_stream == handle.current_stream()
         self._ring.behind_backward = False
         with handle.stream(copy_in_stream):
-            shards = [_shard(param) for param in params]
+            # On the device that computes, and flat.
+            shards = [one.all_gather_inputs[0] if one.offload_to_cpu else one._sharded_param_data for one in params]
             try:
                 parts = self._parts(sizes, copy_in_stream, at_once)
             except UnavailableError:
@@ -227,12 +230,6 @@ class Gathered(AllGatherResult):
         self.parts.clear()
 
 
-def _shard(param: Any) -> torch.Tensor:
-    """Return a rank's shard of a parameter, flat, on the device that computes."""
-    shard: torch.Tensor = param.all_gather_inputs[0] if param.offload_to_cpu else param._sharded_param_data
-    return shard
-
-
 def _foreach_all_gather(
     fsdp_params: list[Any],
     group: dist.ProcessGroup,
@@ -253,12 +250,12 @@ def _foreach_all_gather(
 
 
 def _foreach_all_gather_copy_out(
-    all_gather_result: AllGatherResult, fsdp_params: list[Any], group: dist.ProcessGroup
+    all_gather_result: AllGatherResult, fsdp_params: list[Any], group: dist.ProcessGroup, **newer: Any
 ) -> None:
     if isinstance(all_gather_result, Gathered):
         all_gather_result.hand_over(fsdp_params, group.size())
     else:
-        _TORCHS["foreach_all_gather_copy_out"](all_gather_result, fsdp_params, group)
+        _TORCHS["foreach_all_gather_copy_out"](all_gather_result, fsdp_params, group, **newer)
 
 
 _OURS: dict[str, Callable[..., Any]] = {
