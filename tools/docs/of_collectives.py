@@ -70,7 +70,7 @@ def by_size(machine: str, *kinds: str, newest: bool = False) -> Cells:
         values = {key: value for key, value in points.items() if key[3] == launch}
         classes = [[v for k, v in values.items() if least <= k[1] < most] for least, most in CLASSES.values()]
         means = [two(geometric_mean(one)) if one else "" for one in classes]
-        slower = f"{sum(value < 0.98 for value in values.values())} of {len(values)}"
+        slower = f"{sum(value < 1 / 1.02 for value in values.values())} of {len(values)}"
         cells.append([f"{LISTS[kind]}{WAYS[launch]}", *means[:-1], f"**{means[-1]}**", slower])
     return cells
 
