@@ -6,8 +6,10 @@
 For ``sglang`` the variable is ``SGLANG_PLUGINS``. The model is a Llama with the shapes of 3.1 8B, or 3.2 3B
 (``--model``), whose weights the server makes up; no tokenizer is needed, since prompts are numbers. ms_per_token is the
 time of a step: the difference of two runs that differ by 96 tokens, the best of several. Tokens of a batch are compared
-by their hash, which ``--out`` has, too. Two engines that are started at once, with ``--meet FOLDER``, wait for each
-other, and then measure in turns: neither is alone in a clock or a cache that the other one does not have.
+by their hash, which ``--out`` has, too; random weights are so small that sums hardly change a token. ``--profile``
+prints what each kernel takes of a step, and how long after the end of the kernel before it ends. Two engines that are
+started at once, with ``--meet FOLDER``, wait for each other, and then measure in turns: neither is alone in a clock or
+a cache that the other one does not have.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import gzip
 import hashlib
 import json
 import os
@@ -95,12 +98,28 @@ def sglang_engine(folder: str, options: argparse.Namespace) -> tuple[str, Genera
         "max_total_tokens": 65536,
     }
     engine = sglang.Engine(model_path=folder, **{**given, **options.options})
+    options.engine = engine
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         asked = {"temperature": 0, "ignore_eos": True, "max_new_tokens": tokens}
         return [list(each["output_ids"]) for each in engine.generate(input_ids=prompts, sampling_params=asked)]
 
     return __version__, generate
+
+
+def print_kernels(folder: Path, steps: int) -> None:
+    """Print the kernels of a step in the first rank's trace: how many, and microseconds until each one's end."""
+    trace = min(folder.glob("*.json.gz"), key=str)
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    kernels = sorted((each["ts"], each["dur"], each["name"]) for each in events if each.get("cat") == "kernel")
+    found: dict[str, list[tuple[float, float]]] = {}
+    before = kernels[0][0]
+    for began, took, name in kernels:
+        found.setdefault(name, []).append((took, max(0.0, began + took - before)))
+        before = max(before, began + took)
+    for name, times in sorted(found.items(), key=lambda each: -sum(took for took, _ in each[1])):
+        own, until = (sum(each) / len(times) for each in zip(*times, strict=True))
+        print(f"{len(times) / steps:8.2f} a step {own:8.2f} us {until:8.2f} us from the end before  {name[:90]}")
 
 
 @contextlib.contextmanager
@@ -133,6 +152,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
     parser.add_argument("--options", type=json.loads, default={}, help="further arguments of the engine, in JSON")
     parser.add_argument("--meet", type=Path, help="folder that two engines share, which measure in turns")
+    parser.add_argument("--profile", type=Path, help="folder for traces of SGLang's steps, whose kernels are printed")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="server-engine-"))
@@ -174,6 +194,13 @@ def main() -> None:
         if options.out:
             about = {"study": "servers", "options": options.options, "command": " ".join(sys.argv), "rows": rows}
             options.out.write_text(json.dumps(about, indent=1))
+        if options.profile:
+            traces = options.profile / str(sequences)
+            with turn(options.meet):
+                options.engine.start_profile(output_dir=str(traces), activities=["GPU"])
+                generate(prompts, LONG)
+                options.engine.stop_profile()
+            print_kernels(traces, LONG)
 
 
 if __name__ == "__main__":

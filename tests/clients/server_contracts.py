@@ -76,6 +76,7 @@ CONTRACTS: dict[str, dict[str, str]] = {
         "sglang/srt/distributed/parallel_state.py": """
             GroupCoordinator.__init__(self, group_ranks, local_rank)
             GroupCoordinator._all_gather_into_tensor(self, output, input)
+            GroupCoordinator._all_reduce_in_place(self, input_)
             GroupCoordinator._reduce_scatter_tensor(self, output, input)
             GroupCoordinator.all_reduce(self, input_)
             GroupCoordinator.ca_comm
@@ -92,6 +93,9 @@ CONTRACTS: dict[str, dict[str, str]] = {
             CustomAllreduce.disabled
             CustomAllreduce.should_custom_ar(self, inp)
             dispatch_custom_allreduce()""",
+        "sglang/srt/distributed/device_communicators/custom_all_reduce_v2.py": """
+            CustomAllReduceV2.__init__(self, group, device)
+            CustomAllReduceV2.disabled""",
         "sglang/srt/distributed/device_communicators/pynccl_allocator.py": "is_symmetric_memory_enabled()",
         "sglang/srt/layers/communicator.py": "apply_flashinfer_allreduce_fusion(batch_size)",
         "sglang/srt/layers/dp_attention.py": "is_dp_attention_enabled()",

@@ -43,7 +43,10 @@ DEEP_EP = "; deep_ep: Sidelane's"
 class Server:
     """Parts of the made-up SGLang that the tests set and read."""
 
-    def __init__(self, version: str = "0.5.15", deterministic: bool = False, symmetric: bool = False) -> None:
+    def __init__(
+        self, version: str = "0.5.15", deterministic: bool = False, symmetric: bool = False, cuda: bool = False
+    ) -> None:
+        self.without_nvlink = False
         self.deterministic, self.symmetric, self.flashinfer, self.dp = deterministic, symmetric, False, False
         self.calls: list[str] = []
         self.arguments: Any = SimpleNamespace()
@@ -70,9 +73,14 @@ class Server:
                 self.ca_comm = None
 
             def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+                if sys.modules["sglang.srt.utils"].is_cuda() and self.ca_comm.should_custom_ar(input_):
+                    return self.ca_comm.custom_all_reduce(input_)
+                self._all_reduce_in_place(input_)
+                return input_
+
+            def _all_reduce_in_place(self, input_: torch.Tensor) -> None:
                 server.calls.append("all_reduce")
                 dist.all_reduce(input_, group=self.group)
-                return input_
 
             def _reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
                 server.calls.append("reduce_scatter")
@@ -107,8 +115,20 @@ class Server:
         def set_custom_all_reduce(enable: bool) -> None:
             server.state.enabled = enable
 
+        class CustomAllReduceV2:
+            def __init__(self, group: dist.ProcessGroup, device: Any) -> None:
+                self.group, self.disabled, self.special = group, server.without_nvlink, "theirs"
+
+            def should_custom_ar(self, inp: torch.Tensor) -> bool:
+                return inp.nbytes <= 1024
+
+            def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor:
+                server.calls.append("theirs")
+                dist.all_reduce(input, group=self.group)
+                return input
+
         def dispatch_custom_allreduce(group: Any, device: Any) -> Any:
-            return lambda group, device: SimpleNamespace(disabled=False, special="theirs")
+            return CustomAllReduceV2
 
         def flashinfer(
             input_tensor: Any, residual: Any, weight: Any, eps: float = 1e-6, max_token_num: int = 2048, **rest: Any
@@ -121,7 +141,7 @@ class Server:
         self._module(
             "sglang.srt.plugins.hook_registry", HookRegistry=HookRegistry, HookType=SimpleNamespace(AROUND="around")
         )
-        self._module("sglang.srt.utils", is_cpu=lambda: True, is_cuda=lambda: False)
+        self._module("sglang.srt.utils", is_cpu=lambda: True, is_cuda=lambda: cuda)
         self._module("sglang.srt.environ", envs=SimpleNamespace(SGLANG_ENABLE_DETERMINISTIC_INFERENCE=variable))
         self._module(CUSTOM, dispatch_custom_allreduce=dispatch_custom_allreduce)
         allocator = f"{CUSTOM.rpartition('.')[0]}.pynccl_allocator"
@@ -243,6 +263,46 @@ def test_calls(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         )
         server.group(group)
         assert len(lines) == 1, "one line a process"
+
+
+@on_ranks(2)
+def test_sums_of_gpus_with_nvlink_are_the_servers(group: dist.ProcessGroup) -> None:
+    """Sums and norms are SGLang's as far as its kernel takes them, and Sidelane's without it, as gathers are."""
+    n, rank = group.size(), group.rank()
+    with serving(cuda=True) as (server, lines):
+        tp = server.group(group)
+        kept = "SGLang's kernel is faster"
+        assert lines[0].endswith(
+            f"replaced: reduce_scatter_tensor, all_gather_into_tensor; as before: all_reduce ({kept}), "
+            f"flashinfer_allreduce_residual_rmsnorm ({kept}){DEEP_EP}"
+        )
+        for rows, calls in ((1, ["theirs"]), (64, [])):
+            parts = everyones(group, n * rows, 16)
+            found = tp.all_reduce(parts[rank].clone())
+            assert same_bytes(found, total := in_rank_order(parts, ReduceOp.SUM))
+            tp.reduce_scatter_tensor(shard := torch.empty(rows, 16), parts[rank].clone())
+            tp.all_gather_into_tensor(whole := torch.empty(n * n * rows, 16), parts[rank].clone())
+            assert same_bytes(shard, total[rank * rows : (rank + 1) * rows]) and same_bytes(whole, torch.cat(parts))
+            assert server.calls == calls, rows
+            server.calls.clear()
+        assert not sys.modules["sglang.srt.layers.communicator"].apply_flashinfer_allreduce_fusion(1)
+        server.flashinfer = True
+        found = sys.modules[NORM].flashinfer_allreduce_residual_rmsnorm(
+            input_tensor=parts[0], residual=parts[0], weight=torch.ones(16)
+        )
+        assert found[0] is parts[0] and server.calls == ["norm"]
+        served = tp.ca_comm.sidelane
+        assert sglang.made == [served] and dict(served.counts) == {
+            "all_reduce": 1,
+            "reduce_scatter": 2,
+            "all_gather": 2,
+        }
+        tp.destroy()
+        assert sglang.made == [] and served.comm is None
+        server.without_nvlink = True
+        assert server.group(group).ca_comm in sglang.made
+    with serving(cuda=True, deterministic=True) as (server, lines):
+        assert server.group(group).ca_comm in sglang.made and "replaced: all_reduce" in lines[0]
 
 
 @on_ranks(2)

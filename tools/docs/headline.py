@@ -45,12 +45,15 @@ Line = tuple[str, str, str, str, Where, tuple[Where, Where], tuple[str, str]]
 LINES: list[Line] = [
     ("token of Llama 3.1 8B, 8 sequences, CUDA graph", GROUP, KERNELS, E2E,
      {"launch": "graph", "size": "llama-3.1-8b-x8"}, WAY, MS),
-    ("the same, 64 sequences, in vLLM 0.26.0's layers, compared with vLLM's kernel", "plug-in", KERNELS,
-     "h200x2/servers.json",
-     {"model": "llama-3.1-8b", "sequences": 64, "peers": "nvlink", "batch_invariant": False},
-     ({"implementation": ("nccl", "custom")}, {"implementation": "sidelane"}), ("ms_per_token", "ms")),
-    ("the same in batch-invariant mode, where vLLM takes NCCL", "plug-in", KERNELS, "h200x2/servers.json",
-     {"model": "llama-3.1-8b", "sequences": 64, "peers": "nvlink", "batch_invariant": True},
+    *(
+        (f"token of Llama 3.1 8B, {sequences} sequence{'s' * (sequences > 1)}, engine of {name}", "plug-in", KERNELS,
+         "h200x2/engines.json", {"server": server, "sequences": sequences},
+         ({"implementation": server}, {"implementation": "sidelane"}), ("ms_per_token", "ms"))
+        for server, name, sequences in (("vllm", "vLLM 0.26.0", 1), ("vllm", "vLLM 0.26.0", 64),
+                                        ("sglang", "SGLang 0.5.15", 64))
+    ),
+    ("the same, vLLM 0.26.0's layers in batch-invariant mode, where vLLM takes NCCL", "plug-in", KERNELS,
+     "h200x2/servers.json", {"model": "llama-3.1-8b", "sequences": 64, "peers": "nvlink", "batch_invariant": True},
      ({"implementation": ("nccl", "vllm")}, {"implementation": "sidelane"}), ("ms_per_token", "ms")),
     ("token of Llama 3.1 8B, 1 sequence, no peer access, CUDA graph", GROUP, KERNELS, "h200x2/no-peers-decode.json",
      {"launch": "graph", "size": "llama-3.1-8b-x1"}, WAY, MS),

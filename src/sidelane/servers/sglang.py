@@ -1,9 +1,9 @@
 """SGLang with Sidelane: ``SGLANG_PLUGINS=sidelane python -m sglang.launch_server ...`` (docs/guide/sglang.md).
 
 SGLang calls :func:`register` in each of its processes, and then applies the hooks that it has registered: a
-:class:`sidelane.servers.group.ServerGroup` takes the place of a group's custom all-reduce. It also makes the
-reduce-scatters and all-gathers of DP attention, and the all-reduces with a norm. What Sidelane does not take is
-SGLang's, as before.
+:class:`sidelane.servers.group.ServerGroup` makes the reduce-scatters and all-gathers of DP attention. It takes the
+place of a group's custom all-reduce, and makes the all-reduces with a norm, where SGLang does not have its faster
+kernel. What Sidelane does not take is SGLang's, as before.
 """
 
 # mypy: disable-error-code="misc, import-not-found, import-untyped"
@@ -34,6 +34,9 @@ _STATE = "sglang.srt.distributed.parallel_state"
 _CUSTOM = "sglang.srt.distributed.device_communicators.custom_all_reduce"
 _CALLS = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"
 _FUSED = "flashinfer_allreduce_residual_rmsnorm"
+_FASTER = "CustomAllReduceV2"
+"""SGLang's kernel for GPUs with NVLink, with which a token takes less time: results/h200x2/engines.json."""
+
 _WEIGHTS = (
     ("sglang.srt.managers.scheduler_update_weights_mixin", "SchedulerUpdateWeightsMixin"),  # 0.5.12
     ("sglang.srt.managers.scheduler_components.weight_updater", "SchedulerWeightUpdaterManager"),
@@ -68,6 +71,8 @@ def _replace() -> None:
         f"{_STATE}.set_custom_all_reduce": _enable,
         "sglang.srt.server_args.ServerArgs._handle_deterministic_inference": _restore,
         f"{_STATE}.GroupCoordinator.destroy": _destroy,
+        # SGLang asks no custom all-reduce on CPUs; on GPUs the other one has sums that its kernel does not take.
+        f"{_STATE}.GroupCoordinator.{('_all_reduce_in_place', 'all_reduce')[is_cpu()]}": _moves(_sum, SUMMED),
         f"{_STATE}.GroupCoordinator._reduce_scatter_tensor": _moves(ServerGroup.reduce_scatter, SUMMED),
         f"{_STATE}.GroupCoordinator._all_gather_into_tensor": _moves(ServerGroup.all_gather, None),
         "sglang.srt.layers.communicator.apply_flashinfer_allreduce_fusion": _fuses,
@@ -75,17 +80,9 @@ def _replace() -> None:
         f"{module}.{owner}.release_memory_occupation": _with_memory("suspend"),
         f"{module}.{owner}.resume_memory_occupation": _with_memory("resume"),
     }
-    if device == "cpu":  # SGLang asks no custom all-reduce there
-        hooks[f"{_STATE}.GroupCoordinator.all_reduce"] = _all_reduce_of_cpus
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     setting.offer_deep_ep()
-
-
-def _is_deterministic() -> bool:
-    from sglang.srt.environ import envs
-
-    return bool(envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get())
 
 
 def _restore(original: Callable[..., None], arguments: Any) -> None:
@@ -102,22 +99,29 @@ def _enable(original: Callable[..., None], enable: bool) -> None:
 
 
 def _dispatch(original: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
-    """Return what makes the object for a group's ``ca_comm``: Sidelane's, or SGLang's own if there can be none."""
+    """Return what makes the object for a group's ``ca_comm``: Sidelane's, or SGLang's own if it is faster."""
     from sglang.srt.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
+    from sglang.srt.environ import envs
+    from sglang.srt.utils import is_cuda
 
     def make(group: Any, device: Any) -> Any:
-        is_deterministic, served = _is_deterministic(), None
+        is_deterministic, served = bool(envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get()), None
         if not is_symmetric_memory_enabled():
             served = ServerGroup(group, device, batch_invariant=is_deterministic)
         if served is None or served.reason:
             announce((), (("everything", served.reason if served else "--enable-symm-mem"),))
             return served if is_deterministic else original(*args, **options)(group=group, device=device)
+        made.append(served)
+        own = original(*args, **options) if is_cuda() and not is_deterministic else None
+        if own is not None and own.__name__ == _FASTER and not (theirs := own(group=group, device=device)).disabled:
+            announce(_CALLS[1:], tuple((each, "SGLang's kernel is faster") for each in (_CALLS[0], _FUSED)))
+            theirs.sidelane = served
+            return theirs
         replaced, kept = [*_CALLS, _FUSED], {}
         if not served.fuses():
             exact = "deterministic mode: the operator does not round the sum, which SGLang does"
             kept[replaced.pop()] = exact if is_deterministic else "no kernels for these ranks"
         announce(tuple(replaced), tuple(kept.items()))
-        made.append(served)
         return served
 
     return make
@@ -131,36 +135,34 @@ def announce(replaced: tuple[str, ...], kept: tuple[tuple[str, str], ...]) -> No
     LOG.log(logging.INFO if replaced else logging.WARNING, line("sglang", version, replaced, dict(kept)))
 
 
-def _of(group: Any) -> ServerGroup | None:
-    """Return Sidelane's object of a group of SGLang; None if SGLang makes its calls."""
-    found = group.ca_comm
+def _of(group: Any, *, sums: bool = False) -> ServerGroup | None:
+    """Return Sidelane's object of a group of SGLang; None if SGLang makes its calls, or its ``sums``."""
+    found = group.ca_comm if sums else getattr(group.ca_comm, "sidelane", group.ca_comm)
     return found if isinstance(found, ServerGroup) and found.comm is not None else None
 
 
 def _moves(call: Callable[..., Any], dtypes: Sequence[torch.dtype] | None) -> Callable[..., Any]:
-    """Return the hook of a reduce-scatter or an all-gather: ``call`` of Sidelane for these dtypes (None: any)."""
+    """Return the hook of a collective: ``call`` of Sidelane for these dtypes (None: any), with the input first."""
 
-    def hook(original: Callable[..., Any], group: Any, output: torch.Tensor, input: torch.Tensor) -> Any:
+    def hook(original: Callable[..., Any], group: Any, *tensors: torch.Tensor) -> Any:
         served = _of(group)
-        takes = served is not None and served.takes(input, output, dtypes=dtypes)
-        found = call(served, input, output) if takes else None
-        return original(group, output, input) if found is None else found
+        takes = served is not None and served.takes(*tensors, dtypes=dtypes)
+        found = call(served, *reversed(tensors)) if takes else None
+        return original(group, *tensors) if found is None else found
 
     return hook
 
 
+def _sum(served: ServerGroup, tensor: torch.Tensor) -> torch.Tensor | None:
+    return served.all_reduce(tensor, tensor)
+
+
 def _destroy(original: Callable[..., None], group: Any) -> None:
     """Release what Sidelane has made for a group that SGLang destroys."""
-    if group.ca_comm in made:
-        made.remove(group.ca_comm)
-        group.ca_comm.close()
+    if (served := getattr(group.ca_comm, "sidelane", group.ca_comm)) in made:
+        made.remove(served)
+        served.close()
     original(group)
-
-
-def _all_reduce_of_cpus(original: Callable[..., Any], group: Any, input_: torch.Tensor) -> Any:
-    served = _of(group)
-    found = None if served is None else served.all_reduce(input_, input_)
-    return original(group, input_) if found is None else found
 
 
 def _groups() -> tuple[Any, Any]:
@@ -179,7 +181,7 @@ def _fuses(original: Callable[[int], bool], batch_size: int) -> bool:
     is_off = getattr(get_global_server_args(), "enforce_disable_flashinfer_allreduce_fusion", False)
     if is_off or is_dp_attention_enabled() or not 0 < batch_size <= MOST_TOKENS:
         return original(batch_size)
-    served = [(group.world_size, _of(group)) for group in _groups()]
+    served = [(group.world_size, _of(group, sums=True)) for group in _groups()]
     return original(batch_size) or all(size == 1 or (each is not None and each.fuses()) for size, each in served)
 
 
@@ -187,7 +189,7 @@ def _norm(original: Callable[..., Any], **given: Any) -> Any:
     from sglang.srt.layers.communicator import apply_flashinfer_allreduce_fusion as fuses
 
     x, weight, is_attention = given["input_tensor"], given["weight"], given.get("use_attn_tp_group", True)
-    served = _of(_groups()[not is_attention])
+    served = _of(_groups()[not is_attention], sums=True)
     if served is None or not (served.normalises(x, weight) or (served.fuses() and not fuses.__wrapped__(len(x)))):
         return original(**given)  # FlashInfer's
     group = "attention" if is_attention else "experts"
@@ -202,7 +204,7 @@ def _group_norms(name: str) -> tuple[ServerGroup | None, Callable[..., Norms]]:
         total = group.all_reduce(x.clone()) + residual
         return functional.rms_norm(total, weight.shape, weight, eps), total, x.new_empty(0)
 
-    return _of(group), theirs
+    return _of(group, sums=True), theirs
 
 
 def _with_memory(name: str) -> Callable[..., Any]:
