@@ -265,9 +265,10 @@ def test_versions_that_do_not_fit() -> None:
 def test_entry_points_import_no_server() -> None:
     """vLLM and SGLang load them in every process; without being asked they import and change nothing."""
     program = (
-        "import sys; import sidelane.servers.vllm as one; one.register();"
+        "import sys; from sidelane.servers import sglang, vllm; sglang.register(); vllm.register();"
         "print([name for name in sys.modules if name.split('.')[0] in ('vllm', 'sglang')])"
     )
-    bare = {name: value for name, value in os.environ.items() if name not in ("SIDELANE_SERVERS", "VLLM_PLUGINS")}
+    lists = "SIDELANE_SERVERS", "SGLANG_PLUGINS", "VLLM_PLUGINS"
+    bare = {name: value for name, value in os.environ.items() if name not in lists}
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=bare, check=True)
     assert found.stdout.strip() == "[]", found.stdout
