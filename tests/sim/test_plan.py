@@ -212,7 +212,7 @@ def test_recomputed_layers_take_their_forward_pass_once_more():
                 "llama-70b-like (70.6 B) does not fit on 8 x NVIDIA H100 SXM: each GPU lacks 72 GB",
                 "Each GPU has 80 GB and needs about 152 GB under FSDP2, with layers recomputed.",
                 "GB: weights 35, optimizer 71, gradients 35, activations 24, gathered layers 11 (gradients ",
-                "It fits on 32 such GPUs (61 GB a GPU).",
+                "It fits on 32 such GPUs (61 GB a GPU), or here with --optimizer adamw-8bit --dtype bfloat16 (70 GB ",
                 "If it did: a step of ",
             ),
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,15 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
 
 SHARDINGS = ("all", "FSDP2", "HSDP", "DDP")
 OPTIMIZERS = ("adamw", "adamw-8bit", "muon", "sgd-momentum", "sgd")
-NUMBER: Any = {"callback": size, "metavar": "N"}
+
+
+def _number(context: click.Context, flag: click.Parameter, value: Any) -> Any:
+    if re.match("-|0+$", str(value).strip()):
+        raise click.BadParameter(f"must be at least 1 (value={value})")
+    return size(context, flag, value)
+
+
+NUMBER: Any = {"callback": _number, "metavar": "N"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,7 +275,7 @@ class PlanOptions(CommandOptions):
         "--layers", None, "Number of layers.", type=click.IntRange(min=1), show_default="the model's"
     )
     batch: int | None = option(
-        *("--batch", None, "Sequences of a rank in a pass; with --serve those that are decoded at once."),
+        *("--batch", None, "Sequences of a rank, or of those of --cp, in a pass; with --serve those decoded at once."),
         show_default="by --tokens; with --serve 8",
         **NUMBER,
     )
@@ -276,8 +285,12 @@ class PlanOptions(CommandOptions):
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens of a rank in a pass."""
-        return self.tokens or self.sequence * (self.batch or max(1, TOKENS // self.sequence))
+        """Tokens of a rank in a pass: of each sequence a part, where ranks share it."""
+        sequences = self.batch or max(1, TOKENS * self.context // self.sequence)
+        if not self.tokens and sequences * self.sequence % self.context:
+            tokens = sequences * self.sequence
+            raise ValueError(f"plan: --cp {self.context} does not divide the {tokens} tokens of whole sequences evenly")
+        return self.tokens or sequences * self.sequence // self.context
 
 
 TOKENS = 8192

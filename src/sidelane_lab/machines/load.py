@@ -7,6 +7,7 @@ differs only.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -171,15 +172,25 @@ def with_nodes(machine: Machine, nodes: int) -> Machine:
     if nodes == machine.nodes:
         return machine
     kind = machine.title.split(" nodes of ", 1)[-1]
-    changed = dataclasses.replace(machine, nodes=nodes, title=f"{nodes} nodes of {kind}")
+    runs = RunStatus.UNSUPPORTED if machine.runs is RunStatus.UNSUPPORTED else RunStatus.UNRUN
+    title = f"{nodes} nodes of {kind}"
+    changed = dataclasses.replace(machine, name=_among(machine, nodes), nodes=nodes, title=title, runs=runs)
     if machine.links.network is not NetworkTopology.TORUS:
         return changed
     row = min(side for side in range(1, nodes + 1) if nodes % side == 0 and side * side >= nodes)
     return changed.with_value("links.torus_row", row)
 
 
-def find(name_or_path: str, *, least: int = 2) -> Machine:
+def _among(machine: Machine, nodes: int) -> str:
+    """Return the name of a machine of the catalogue in another number of nodes; others keep theirs."""
+    one = re.fullmatch(r"([\w-]+?x\d+)(?:x\d+)?", machine.name)
+    return machine.name if one is None else f"{one[1]}{f'x{nodes}' * (nodes > 1)}"
+
+
+def find(name_or_path: str, *, least: int = 2, nodes: int = 0) -> Machine:
     """Return a machine of so many GPUs at least by its name in the catalogue, or from a TOML or JSON file.
+
+    So many nodes of it are joined as the catalogue joins nodes of such GPUs, if it has any.
 
     Raises:
         ValueError: no such name, or the file is wrong; the text names the number and what is allowed.
@@ -188,8 +199,14 @@ def find(name_or_path: str, *, least: int = 2) -> Machine:
     if path.suffix in (".toml", ".json"):
         if not path.is_file():
             raise ValueError(f"machine: no such file: {name_or_path!r}; `sidelane machines` lists those with a name")
-        return parse(text_of(path), name_or_path)
+        found = parse(text_of(path), name_or_path)
+        return with_nodes(found, nodes or found.nodes)
     machine = named(name_or_path)
+    if nodes and nodes != machine.nodes:
+        among = with_nodes(machine, nodes)
+        with contextlib.suppress(ValueError):
+            return named(among.name) if among.name != machine.name else among
+        return among
     if machine.world_size < least:
         raise ValueError(f"machine: {machine.title} communicates nothing: at least {least} GPUs are needed")
     return machine

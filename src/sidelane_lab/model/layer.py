@@ -20,6 +20,7 @@ computation's stream, and what its other kernels take longer, in the kernels' ti
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
@@ -89,6 +90,11 @@ class Step:
             value = f"{self.tokens}, {self.sequence}"
             allowed = f"whole sequences: add --sequence {self.tokens * self.context}, or change --tokens"
             raise ValueError(f"plan: --tokens, --sequence (value={value}, allowed={allowed})")
+
+    @property
+    def fewest_tokens(self) -> int:
+        """Tokens of a rank in the smallest pass of whole sequences."""
+        return self.sequence // math.gcd(self.sequence, self.context)
 
     @property
     def gathered(self) -> int:
