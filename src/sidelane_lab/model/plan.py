@@ -37,10 +37,9 @@ CODE = {
 }
 """Calls that a program writes, by strategy."""
 LIBRARY, *_ = STRATEGIES
-STEPS = "FSDP2 steps of Llamas on two and four H200s were within 6%, new ones before the model had seen them within 16%"
+STEPS = "FSDP2 steps of Llamas on H200s were within 6%, and 16% before they were seen"
 TITAN = (
-    "Llama 3.1 8B on 8 H100s is predicted 28% faster than torchtitan published "
-    "(5,762 tokens/s per GPU), 11% than compiled"
+    "Llama 3.1 8B on 8 H100s is predicted 28% faster than torchtitan was (5,762 tokens/s per GPU), 11% than compiled"
 )
 EXPECTED = "405B on 32 MI300X and 70B on 8 are predicted 17% and 2% faster than AMD expects"
 """Comparisons of a plan with figures of others, as docs/guide/start-planning.md has them."""
