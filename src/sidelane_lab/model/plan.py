@@ -357,27 +357,27 @@ def _what_fits(machine: Machine, step: Step, sharding: str) -> list[str]:
     words = "" if step.recomputed else " with recomputed layers"
     whole = _kept(machine, dataclasses.replace(step, recomputed=False), None, FSDP)
     tried = [
-        (f"on {larger.world_size} such GPUs{words}" if larger else "", larger or machine, again, sharding),
-        ("here with --recompute" if not step.recomputed else "", machine, again, sharding),
-        (f"here with --shard FSDP2{words * whole.recomputed}" * (sharding != FSDP), machine, whole, FSDP),
+        (f"on {larger.world_size} such GPUs{words}" if larger else "", (larger or machine, again, sharding)),
+        ("here with --recompute" if not step.recomputed else "", (machine, again, sharding)),
+        (f"here with --shard FSDP2{words * whole.recomputed}" * (sharding != FSDP), (machine, whole, FSDP)),
     ]
     changes: dict[str, dict[str, Any]] = {
         "--optimizer adamw-8bit": {"optimizer": "adamw-8bit"},
         "--dtype bfloat16": {"dtype": "bfloat16"},
         f"--tokens {step.fewest_tokens}": {"tokens": step.fewest_tokens},
     }
-    fitting = [one for one in tried if one[0] and fits(*one[1:])]
+    fitting = [(words, where) for words, where in tried if words and fits(*where)]
     found = len(fitting)
     for count in range(1, len(changes) + 1):
         for some in itertools.combinations(changes, count):
             changed = dataclasses.replace(again, **{key: value for one in some for key, value in changes[one].items()})
             if fits(machine, changed, sharding):
-                fitting.append((f"here with {' '.join(some)}", machine, changed, sharding))
+                fitting.append((f"here with {' '.join(some)}", (machine, changed, sharding)))
         if len(fitting) > found:
             break
     if not fitting and (larger := _larger(machine, changed, sharding)):
-        fitting.append((f"with {' '.join(changes)} on {larger.world_size} GPUs", larger, changed, sharding))
-    ways = [f"{words} ({memory_of(*where).total / 1e9:.0f} GB a GPU)" for words, *where in fitting]
+        fitting.append((f"with {' '.join(changes)} on {larger.world_size} GPUs", (larger, changed, sharding)))
+    ways = [f"{words} ({memory_of(*where).total / 1e9:.0f} GB a GPU)" for words, where in fitting]
     if ways:
         return [f"It fits {', or '.join(ways)}."]
     parts = "neither recomputed layers, more such GPUs, smaller moments or weights, nor fewer tokens, nor all together"
