@@ -219,7 +219,7 @@ def test_the_answer_says_which_comparison_is_nearest():
     titan = planning.plan(named("h100x8"), Step(preset("8B"), 16384, 8192, True), ("FSDP2",))
     each = titan.tokens_per_s(titan.usual) / 8
     more = [round(100 * (each / published - 1)) for published in (5762, 6667)]
-    parts = f"predicted {more[0]}% faster than torchtitan", f"{more[1]}% than compiled", "within 16%"
+    parts = f"predicted {more[0]}% faster than torchtitan", f"{more[1]}% than compiled", "and 16% before"
     assert all(text in planning.STEPS + planning.TITAN for text in parts)
     assert f"| {each:,.0f} with NCCL: {more[0]}% and {more[1]}% more |" in GUIDE
     experts, none = Step(preset("Mixtral-8x7B"), 64, 64, tensor=2), "Nothing was compared with"
