@@ -87,7 +87,11 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and would take 
         if name in _ELSEWHERE:
             return getattr(import_module(_ELSEWHERE[name]), name)
         # Tracebacks then show the nearest of the names below.
-        raise AttributeError(f"module 'sidelane' has no attribute {name!r}", name=name, obj=import_module("sidelane"))
+        raise AttributeError(
+            f"module 'sidelane' has no attribute {name!r} (what has changed: docs/guide/from-0.2.md)",
+            name=name,
+            obj=import_module("sidelane"),
+        )
 
 
 def __dir__() -> list[str]:

@@ -184,7 +184,7 @@ def test_the_machine_in_the_catalogue_is_the_one_that_was_measured():
     for name in wholes:
         assert found[f"h200x4/{name}"].ok, name
     rows = [name.split("/")[-1] for name in found if name.startswith("h200x4/c3/") and name.count("/") == 4]
-    assert not found["h200x4/collectives/worst"].ok, "bcst and swap of 1 and 4 GB: docs/lab/model.md"
+    assert not found["h200x4/collectives/worst"].ok, "bcst and swap of 1 and 4 GB: results/notes/model.md"
     assert {name: rows.count(name) for name in rows} == dict.fromkeys(
         ("serial", "c3_base", "c3_sp", "conccl", "nccl_ce"), 8
     )

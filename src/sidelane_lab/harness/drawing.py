@@ -64,7 +64,7 @@ NAMES = {
     "dma_left": "Sidelane (copy engines), own part left",
     "sm": "Sidelane (kernels)",
     "auto": "Sidelane (its choice)",
-    # Strategies of a GEMM and a collective.
+    # Strategies of a GEMM and a collective; old result files have some that are gone.
     "serial": "one after the other",
     "c3_base": "{library} kernels, launched second",
     "c3_sp": "{library} kernels, launched first",

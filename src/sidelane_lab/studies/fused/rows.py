@@ -107,7 +107,7 @@ FUSED_COLUMNS: Mapping[str, Cell] = {
 OF_MODEL = (
     "fused: results for other ranks come first; oblivious: they come in the order of the ranks",
     "unfused_sidelane: the collective on copy engines, or by our kernel; in parts: carried by copy engines",
-    "how far predictions are off where one GPU was measured: --results, and docs/lab/model.md",
+    "how far predictions are off where one GPU was measured: --results, and results/notes/model.md",
 )
 """Notes below tables of predictions."""
 
