@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
@@ -86,8 +87,7 @@ def test_a_table_from_results(tmp_path: Path, machine: str):
     assert parse((tmp_path / "t.json").read_text()) == builtin(machine)
     (tmp_path / "no.json").write_text("{}")
     refused = run("tune", "--from-results", str(tmp_path / "no.json"), "--output", str(tmp_path / "t.json"))
-    assert refused.exit_code == 2
-    assert "not a result file" in refused.output
+    assert refused.exit_code == 2 and "not a result file" in refused.output
 
 
 def test_explain_on_a_machine_without_gpus_what_four_h200s_would_do():
@@ -300,10 +300,15 @@ def test_the_example_in_the_docs_is_what_is_printed():
 
 
 def test_the_packets_of_the_docs_are_printed():
-    page = (Path(__file__).parents[2] / "docs" / "guide" / "amd.md").read_text(encoding="utf-8")
-    (command,) = [line.split() for line in page.splitlines() if line.endswith("mi300x8 --packets") and "256K" in line]
-    shown = run(*command[1:])
-    assert shown.exit_code == 0 and "  engine dma:0:" in shown.output, shown.output
+    names = "docs/guide/amd.md", "contrib/sdma_trial/README.md"
+    pages = [(Path(__file__).parents[2] / name).read_text(encoding="utf-8") for name in names]
+    (command,) = {
+        line for page in pages for line in page.splitlines() if line.endswith("8 --packets") and "256K" in line
+    }
+    shown = run(*command.split()[1:])
+    expected = pages[1][pages[1].index("    engine dma:1:") :].split("\n\n")[0]
+    assert shown.exit_code == 0 and len(expected.splitlines()) > 5, shown.output
+    assert dedent(expected) in dedent(shown.output[shown.output.index("  engine dma:0:") :]), "run its command again"
 
 
 @pytest.mark.parametrize("kind", Kind)

@@ -159,8 +159,9 @@ def test_a_gemv_is_never_slower_than_unfused_between_measured_shapes() -> None:
             )
             behind["unfused"].append(time.times[found.candidate.name] / time.times[UNFUSED])
     assert max(behind["known"]) <= 1.001 and max(behind["unfused"]) <= 1.02
-    for between, *most in ("one", 1.0, 1.01, 1.16), ("several", 1.01, 1.08, 1.37):
+    for between, *most in ("one", 1.0, 1.01, 1.16), ("several", 1.001, 1.06, 1.2):
         ratios = sorted(behind[str(between)])
+        assert sum(ratios) <= 1.0144 * len(ratios), "the mean without margins"
         places = len(ratios) * 3 // 4, len(ratios) * 9 // 10, -1
         assert all(ratios[at] <= limit for at, limit in zip(places, most, strict=True)), between
 

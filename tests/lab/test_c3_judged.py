@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -156,7 +155,10 @@ def test_a_result_file_from_end_to_end(tmp_path: Path) -> None:
     chosen = {one.heuristic: (one.chosen, one.right) for one in rows}
     assert chosen[CHOICE] == ("conccl", True) and chosen[PARTITION] == ("", None), "no table of nccl by units"
     assert "no third kernel" in next(one.note for one in rows if one.heuristic == LAUNCH_ORDERS)
-    assert json.loads(files["heuristics"].read_text())["study"] == "heuristics"
+    write(files["c3"], dataclasses.replace(read(files["c3"]), rows=(*ROWS, row("sm_rp", None, correct=False))))
+    judged = CliRunner().invoke(main, [*given, "--json", str(tmp_path / "judged.json")])
+    assert judged.exit_code == 1 and "c3: 1 of 9 rows are WRONG: strategy sm_rp" in judged.stderr, judged.output
+    assert read(tmp_path / "judged.json").rows == found.rows
     wrong = CliRunner().invoke(main, [*given[:3], "--results", str(files["heuristics"]), *given[5:]])
     assert wrong.exit_code and "allowed=a file of sidelane c3" in wrong.output
 

@@ -57,9 +57,9 @@ GEMV_US, GEMV_SUM_US, GEMV_BYTES_PER_US = 5.5, 10.0, 4.3e6
 """Microseconds that a fused GEMV takes beside its stream of weights, and those of a product and an all-reduce of its
 sums; rate of that stream where blocks fill the GPU (results/h200x2/gemv-grid.txt)."""
 
-GEMV_MARGIN = 1.08
-"""Factor on the time of a fused GEMV of several tokens between measured shapes, where interpolated times are off by up
-to 12%: cuBLAS takes other kernels there."""
+GEMV_MARGIN, GEMV_FEW_TOKENS = 1.08, 8
+"""Factor on the time of a fused GEMV between measured shapes, of more tokens than the second or of several tokens and
+more than ``GEMV_FEW_ROWS``: times of cuBLAS's kernels jump by 12% there, and ours are hardly ahead."""
 
 GEMV_TILE_ROWS, GEMV_FEW_ROWS, GEMV_ALONE = 16, 4096, 0.65
 """Number of rows of a tile, twice as many for several tokens and more rows than the second; rate of a block of several
@@ -239,7 +239,7 @@ def _interpolated(nearest: FusedTime, close: Sequence[FusedTime], sizes: tuple[i
     """Return the times of a GEMV between measured ones of as many tokens as the nearest, or beyond the outermost: each
     is scaled by what arithmetic says of both shapes, and their mean is weighted by distance in rows and columns. Rows
     count for the methods that they have; what arithmetic says nothing about stays as in the nearest row. Of several
-    tokens a kernel is ahead of the unfused way only if it is so by a margin, and by arithmetic too.
+    tokens a kernel is ahead of the unfused way only if it is so by arithmetic too, and with many rows by a margin.
 
     >>> known = ((8192, 21.0), (24576, 53.0))
     >>> times = [FusedTime(GEMV, 2, True, (8192, size, 1), 2, {"fused": us}) for size, us in known]
@@ -262,7 +262,10 @@ def _interpolated(nearest: FusedTime, close: Sequence[FusedTime], sizes: tuple[i
                 scale = here[method] / expected(same[column].sizes)[method]
                 found[method] += share * part * same[column].times[method] * scale
     if sizes[2] > 1 and sizes[:2] != nearest.sizes[:2] and here.keys() <= found.keys():
-        found[FUSED] = max(GEMV_MARGIN * found[FUSED], found[UNFUSED] * here[FUSED] / here[UNFUSED])
+        found[FUSED] = max(
+            found[FUSED] * (GEMV_MARGIN if sizes[0] > GEMV_FEW_ROWS or sizes[2] > GEMV_FEW_TOKENS else 1.0),
+            found[UNFUSED] * here[FUSED] / here[UNFUSED],
+        )
     return dataclasses.replace(nearest, times={method: round(us, 2) for method, us in found.items()})
 
 

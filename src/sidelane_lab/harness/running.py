@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import textwrap
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ from sidelane_lab.harness.parameters import refuse_unwritable
 from sidelane_lab.harness.regress import key_of, text_of
 from sidelane_lab.harness.study import FlatRow, Picture, R, Results, Study, collect, study_of
 from sidelane_lab.harness.terminal import progress_console, tables_console
+
+MOST_NAMED = 600
+"""Characters of names of wrong rows in an error."""
 
 Show = Callable[[Results, rich.console.Console], None]
 """Type of what shows results on the console for tables."""
@@ -215,15 +219,21 @@ def run_study(
 
 
 def require_measured(study: str, rows: Sequence[FlatRow]) -> None:
-    """Refuse rows of which each says why it has no figure: a script must not take them for a measurement.
+    """Refuse rows of which each says why it has no figure: a script must not take them for a measurement. Wrong ones
+    are one: ``require_right`` refuses them.
 
     Raises:
         UnavailableError: with their reasons.
     """
-    if not rows or any(not row.figures or any(getattr(row, name) is not None for name in row.figures) for row in rows):
+    if not rows or any(
+        not row.figures
+        or getattr(row, "correct", None) is False
+        or any(getattr(row, name) is not None for name in row.figures)
+        for row in rows
+    ):
         return
     notes = dict.fromkeys(note for note in (getattr(row, "note", "") for row in rows) if note)
-    why = "; ".join(notes) or "no output was right"
+    why = "; ".join(notes) or "no row says why"
     raise UnavailableError(f"{study}: nothing was measured ({why})", page=Page.COMMANDS)
 
 
@@ -231,12 +241,14 @@ def require_right(study: str, rows: Sequence[FlatRow]) -> None:
     """Refuse wrong rows of any study: a script that reads only the exit status must see them.
 
     Raises:
-        SidelaneError: with the names and values that tell the wrong rows from the others.
+        SidelaneError: with the names and values that tell the wrong rows from the others, in so few characters that
+            the end of a log has all of it (``tools/node/session.py``).
     """
     if wrong := [row for row in rows if getattr(row, "correct", None) is False]:
         keys = [key_of(row) for row in rows]
         common = [pair for pair in keys[0] if all(pair in key for key in keys)] if len(rows) > 1 else []
-        named = "; ".join(text_of(key_of(row), common) for row in wrong[:8]) + "; ..." * (len(wrong) > 8)
+        names = "; ".join(text_of(key_of(row), common) for row in wrong)
+        named = textwrap.shorten(names, MOST_NAMED, placeholder=" ...")
         raise SidelaneError(f"{study}: {len(wrong)} of {len(rows)} rows are WRONG: {named}", page=Page.COMMANDS)
 
 

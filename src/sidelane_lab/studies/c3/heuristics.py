@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from sidelane_lab.cli.c3 import C3Options, HeuristicsOptions, PairOptions
 from sidelane_lab.harness import provenance
 from sidelane_lab.harness.report import Cell, table_of
-from sidelane_lab.harness.running import check_targets, publish
-from sidelane_lab.harness.study import Results, Study, read
+from sidelane_lab.harness.running import check_targets, publish, require_right
+from sidelane_lab.harness.study import FlatRow, Results, Study, read
 from sidelane_lab.harness.table import Line, Table, grouped, notes_of
 from sidelane_lab.harness.terminal import tables_console
 from sidelane_lab.machines.load import find
@@ -104,15 +104,19 @@ def main(options: HeuristicsOptions) -> Results | None:
 
     Raises:
         ValueError: no isolated times of this machine, a file that is another one, or no such machine.
+        SidelaneError: outputs of pairs were wrong; heuristics were judged without them.
     """
     check_targets(options)
-    results = _predicted(options, find(options.machine)) if options.machine is not None else _measured(options)
+    machine = None if options.machine is None else find(options.machine)
+    results, pairs = _measured(options) if machine is None else (_predicted(options, machine), ())
     if results is not None:
         publish(results, options, None if options.quiet else tables_console(options.json))
+    require_right("c3", pairs)
     return results
 
 
-def _measured(options: HeuristicsOptions) -> Results | None:
+def _measured(options: HeuristicsOptions) -> tuple[Results | None, Sequence[FlatRow]]:
+    """Return how the heuristics did, and the rows of pairs that were judged."""
     if options.results is not None:
         found = read(options.results)
         if found.study != "c3":
@@ -126,14 +130,13 @@ def _measured(options: HeuristicsOptions) -> Results | None:
                          "sidelane tune --study c3, or that command first)")  # fmt: skip
     if options.results is None:
         plain = {f.name: getattr(options, f.name) for f in dataclasses.fields(C3Options)}
-        measured = c3_study.main(C3Options(**{**plain, "json": None, "report": None}))
-        if measured is None:
-            return None
+        if (measured := c3_study.main(C3Options(**{**plain, "json": None, "report": None}))) is None:
+            return None, ()
         found = measured
     rows = [row for row in found.rows if isinstance(row, C3Row)]
     workgroups = LIBRARY_WORKGROUPS["cpu" if found.on_cpu else "gpu"]
     judged = [row for sweep in sweeps_of(rows, workgroups) for row in judge(sweep, known)]
-    return dataclasses.replace(found, study="heuristics", rows=tuple(judged), command=_command(options))
+    return dataclasses.replace(found, study="heuristics", rows=tuple(judged), command=_command(options)), found.rows
 
 
 def predict(machine: Machine, options: PairOptions) -> list[HeuristicRow]:
