@@ -54,8 +54,7 @@ def test_tables_of_this_package_are_what_was_measured(table: Profile) -> None:
         of_grid = sorted((time for time, is_known in grid() if is_known), key=lambda time: (time.sizes[2], time.sizes))
         command = f"{right.command}; grid of gemv_all_reduce in graphs at 7fa5592c (30 November): {GRID}"
         right = dataclasses.replace(right, operators=(*right.operators, *of_grid), command=command)
-    assert table == right
-    assert len(table.operators) >= {"h100x2": 22, "h200x1": 50, "h200x2": 38}[table.machine]
+    assert table == right and len(table.operators) >= {"h100x2": 22, "h200x1": 50, "h200x2": 38}[table.machine]
 
 
 @pytest.mark.parametrize("table", builtin_fused().values(), ids=lambda table: table.machine)

@@ -83,8 +83,15 @@ def test_priority_is_compared_on_the_gpu_and_the_pair_of_the_claim(verdicts):
     """25.5% (cb-ar on A40) had been met by the maximum of any case on any machine."""
     context = overlap.OverlapContext()
     values = context.of("reduction", ("A40",), overlap.BLOCKS[1:], "cb-ar")
-    assert verdicts["RA-01"].predicted == max(values)
-    assert verdicts["RA-02"].incomparable and not verdicts["RA-02"].ok
+    assert verdicts["RA-01"].predicted == max(values) and verdicts["RA-02"].incomparable and not verdicts["RA-02"].ok
+
+
+def test_a_trigger_of_half_a_microsecond_costs_claims():
+    claim, (*_, highest) = command.CLAIMS["DM-PL-01"], variations(MACHINE, ["dma.trigger_us"])
+    before, slow = (judge(claim, claim.predicted(dma.DmaContext(one))) for one in (MACHINE, highest.machine))
+    found = survival("dma.trigger_us", highest, [before], [slow])
+    assert MACHINE.dma.trigger_us.high == 0.5 and before.ok and (found.met, found.of) == (int(slow.ok), 1)
+    assert found.lost == (() if slow.ok else ("DM-PL-01",))
 
 
 def test_sensitivity_is_a_table():
@@ -168,8 +175,7 @@ def test_a_claim_has_a_role_or_a_reason_and_a_word_on_our_files(claims, wrong):
 def test_the_command_fails_when_roles_are_wrong(verdicts, monkeypatch, capsys):
     unspoken = tuple(dataclasses.replace(paper, claims=paper.judged) for paper in PAPERS)
     monkeypatch.setattr(command, "evaluate", lambda *_: (list(verdicts.values()), problems(unspoken, [MACHINE]), []))
-    assert command.main(command.ClaimsOptions(ranges=False)) == 1
-    assert "has neither a role" in capsys.readouterr().err
+    assert command.main(command.ClaimsOptions(ranges=False)) == 1 and "has neither a role" in capsys.readouterr().err
 
 
 def test_json_has_the_agreed_keys(verdicts, monkeypatch, capsys):
@@ -281,5 +287,4 @@ def test_what_a_text_lacks_decides_its_claim(claim_id, verdicts):
 
 def test_citations():
     assert cited_claims("CC-02: at par, and C3-T2") >= {"CC-02", "C3-T2-cb1-896M"}
-    assert cited_claims("nothing") == set()
-    assert "DM-PC-01" not in cited_claims("DM-PC-02 DM-PC-03")
+    assert cited_claims("nothing") == set() and "DM-PC-01" not in cited_claims("DM-PC-02 DM-PC-03")

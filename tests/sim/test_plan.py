@@ -106,6 +106,15 @@ def test_gathers_straight_into_the_parameters_save_the_copies_out():
     assert saved == pytest.approx(copied, rel=0.1)
 
 
+def test_more_tokens_hide_more_and_a_layer_more_costs_what_a_layer_costs():
+    more = [step_times(MI300X, Step(SMALL, tokens, 4096), "dma both") for tokens in (4096, 16384, 65536)]
+    shares = [one.exposed_us / one.time_us for one in more]
+    assert shares == sorted(shares, reverse=True)
+    steps = [Step(dataclasses.replace(SMALL, layers=n), 4096, 4096) for n in (8, 16, 32)]
+    times = [step_times(H200, step, "library").time_us for step in steps]
+    assert times[2] - times[1] == pytest.approx(2 * (times[1] - times[0]))
+
+
 def planned(strategy, time, exposed, collectives, sharding=FSDP):
     return PlannedStep(sharding, strategy, StepTimes(time, time - exposed, collectives))
 

@@ -79,8 +79,7 @@ def test_every_program_that_builders_make_ends(world_size, wrap):
     for collective in collectives:
         for variant in variants(collective.kind):
             run = simulate(wrap(build(collective, variant)), MACHINE)
-            assert run.time_us > DMA.copy_us
-            assert run.commands > 0
+            assert run.time_us > DMA.copy_us and run.commands > 0
 
 
 def test_one_trigger_is_fired_sooner_than_one_for_each_queue():

@@ -13,6 +13,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.collectives import library_us, unit_speed
+from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.heuristic import allocate, isolated_of_machine, judge, split_times
 from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang, own_gang
 from sidelane_lab.model.pipeline import (
@@ -47,8 +48,7 @@ def pairs():
 
 
 def test_the_study_is_complete_and_all_classes_are_right(study, pairs):
-    assert len(study) == 15 * 2 * len(predictable())
-    assert pairs.class_words() == TABLE_II
+    assert len(study) == 15 * 2 * len(predictable()) and pairs.class_words() == TABLE_II
 
 
 def test_serial_is_the_sum_and_nothing_beats_the_longer_by_much(study):
@@ -105,8 +105,7 @@ def test_names_in_place_of_machines_and_workloads_are_refused():
 def test_a_partition_can_be_given_or_swept():
     swept = predict(MACHINE, PAIR, "c3_rp")
     given = [predict(MACHINE, PAIR, "c3_rp", units=units) for units in partitions(MACHINE)]
-    assert swept.time_us == min(run.time_us for run in given)
-    assert swept.units in partitions(MACHINE)
+    assert swept.time_us == min(run.time_us for run in given) and swept.units in partitions(MACHINE)
     with pytest.raises(ValueError, match=r"allowed=1..303"):
         predict(MACHINE, PAIR, "c3_rp", units=304)
     with pytest.raises(ValueError, match="allowed=serial"):
@@ -163,16 +162,14 @@ def test_a_strategy_can_be_recorded():
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_more_units_than_workgroups_change_nothing(kind):
     times = {units: library_gang(MACHINE, kind, 1 << 30, units=units).alone_us for units in partitions(MACHINE)}
-    assert times[128] == times[64] == library_us(MACHINE, kind, 1 << 30)
-    assert times[8] > times[16] > times[32]
+    assert times[128] == times[64] == library_us(MACHINE, kind, 1 << 30) and times[8] > times[16] > times[32]
     assert unit_speed(MACHINE.library, kind, 8) == 8 / (32 if kind is Kind.ALL_GATHER else 56)
 
 
 def test_dma_takes_the_variant_that_suits_the_machine():
     h200 = named("h200x4")
     (taken,) = dma_gangs(h200, Kind.ALL_GATHER, 896 << 20)
-    assert taken.alone_us == pytest.approx(dma_us(h200, Kind.ALL_GATHER, 896 << 20, "b2b"))
-    assert taken.units == 0
+    assert taken.alone_us == pytest.approx(dma_us(h200, Kind.ALL_GATHER, 896 << 20, "b2b")) and taken.units == 0
     assert dma_us(MACHINE, Kind.ALL_GATHER, 896 << 20) == dma_us(MACHINE, Kind.ALL_GATHER, 896 << 20, "pcpy")
 
 
@@ -195,8 +192,7 @@ def test_launch_order_decides_elsewhere():
 def test_the_heuristic_never_beats_the_sweep():
     for name in ("mb1_896M", "cb4_1G", "cb5_13G"):
         judged = judge(MACHINE, table_ii_workload(name, Kind.ALL_GATHER))
-        assert judged.loss >= 0
-        assert judged.right is (judged.loss < 0.001)
+        assert judged.loss >= 0 and judged.right is (judged.loss < 0.001)
         assert (judged.chosen,) == allocate(MACHINE, table_ii_workload(name, Kind.ALL_GATHER)).candidate
 
 
@@ -220,6 +216,14 @@ def test_pipelined_iterations_keep_their_order(priority):
             assert run.began_us[f"C{i}"] >= run.ended_us[f"C{i - 1}"] - 1e-6
     assert run.time_us < sequential_us(machine, pipeline)
     assert 0 < overlap_rate(run, 4) <= 0.8  # the last collective has no GEMM beside it
+
+
+def test_priority_lets_the_collective_in_and_a_gemm_takes_longer_on_half_the_units():
+    pipeline = Pipeline(parse_gemm("cb1"), Kind.ALL_TO_ALL, 896 << 20, OPT1, 16384, iterations=4)
+    runs = [run_pipeline(named("a100-40x4"), pipeline, priority=flag).ended_us["C0"] for flag in (False, True)]
+    assert runs[1] < runs[0] and gemm_us(MACHINE, parse_gemm("cb1"), units=152) > 1.7 * gemm_us(
+        MACHINE, parse_gemm("cb1")
+    )
 
 
 def test_pipelines_are_checked():
@@ -288,5 +292,4 @@ def test_small_exchanges_by_our_kernels_are_as_fast_as_measured_in_graphs_and_ea
         abs(own_gang(h200, Kind(kind), nbytes, captured=captured).alone_us / time_us - 1)
         for (kind, nbytes), time_us in fastest.items()
     )
-    assert len(errors) == (80 if captured else 19)
-    assert errors[len(errors) // 2] < median and errors[-1] < worst
+    assert len(errors) == (80 if captured else 19) and errors[len(errors) // 2] < median and errors[-1] < worst

@@ -208,11 +208,9 @@ def test_what_fails_stops_nothing_and_is_tried_once_more(bench: Bench, capsys: p
     assert json.loads((bench.out / "lists.json").read_text())["commit"] == "abcdef01"
 
     assert bench.run(*names, **changes) == 1  # all has been tried twice
-    assert bench.calls() == []
-    assert "FAILED: wrong: exit status 3" in capsys.readouterr().out
+    assert bench.calls() == [] and "FAILED: wrong: exit status 3" in capsys.readouterr().out
     assert bench.run(*names, options=("wrong",), **changes) == 1  # but for what is asked for by name
-    assert bench.calls() == ["wrong"]
-    assert "parts (" not in capsys.readouterr().out
+    assert bench.calls() == ["wrong"] and "parts (" not in capsys.readouterr().out
 
 
 def test_a_call_ends_in_time_and_the_next_one_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,10 +230,8 @@ def test_a_call_ends_in_time_and_the_next_one_goes_on(bench: Bench, capsys: pyte
 
     assert bench.run(*names, options=("--seconds", "200"), **changes) == 0
     assert [call.split()[0] for call in bench.calls()] == ["grows", "long"]
-    assert bench.rows("grows.json") == [{"row": 0}, {"row": 1}]
-    assert bench.run(*names, **changes) == 0
-    assert bench.calls() == []
-    assert capsys.readouterr().out.count("done: 3 of 3 parts") == 2
+    assert bench.rows("grows.json") == [{"row": 0}, {"row": 1}] and bench.run(*names, **changes) == 0
+    assert bench.calls() == [] and capsys.readouterr().out.count("done: 3 of 3 parts") == 2
 
 
 def test_a_part_that_a_calls_end_cuts_is_given_more_time(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,8 +239,7 @@ def test_a_part_that_a_calls_end_cuts_is_given_more_time(bench: Bench, capsys: p
     assert "half (1 of 1): unfinished, 1 rows" in capsys.readouterr().out
     assert bench.rows("half.json") == [{"row": "half"}]
     bench.calls()
-    assert bench.run("half", options=("--seconds", "20")) == 0
-    assert bench.calls() == []
+    assert bench.run("half", options=("--seconds", "20")) == 0 and bench.calls() == []
     assert "left, unfinished: half: it takes about 20 s, and 17 are left" in capsys.readouterr().out
 
 
@@ -267,8 +262,7 @@ def test_wrong_rows_are_an_error_and_texts_are_joined(bench: Bench, capsys: pyte
 
 def test_an_interrupted_call_keeps_what_there_is(bench: Bench) -> None:
     bench.clock.jump_s = None
-    assert bench.run("half", "fine") == 130
-    assert bench.rows("half.json") == [{"row": "half"}]
+    assert bench.run("half", "fine") == 130 and bench.rows("half.json") == [{"row": "half"}]
     assert bench.calls() == ["half"]
 
 
@@ -295,8 +289,7 @@ def test_what_was_measured_of_something_else_is_set_aside(
         bench.run("fine", "text", **again)
     told = capsys.readouterr().err
     assert f"fine.json: {said}" in told and ("machine" not in said or f"tests.txt: {said}" in told)
-    assert bench.calls() == []
-    assert bench.run("fine", "text", options=("--list",), **again) == 0
+    assert bench.calls() == [] and bench.run("fine", "text", options=("--list",), **again) == 0
     assert f"not of this: fine.json: {said}" in capsys.readouterr().out
     assert bench.run("fine", "text", options=("--again",), **again) == 0
     assert json.loads((bench.out / "earlier-1" / "fine.json").read_text())["commit"] == "abcdef01"
@@ -309,8 +302,7 @@ def test_a_state_that_cannot_be_read_is_said(bench: Bench, capsys: pytest.Captur
     (bench.out / "parts" / "state.json").write_text("{")
     with pytest.raises(SystemExit):
         bench.run("fine")
-    assert "--again starts anew" in capsys.readouterr().err
-    assert bench.run("fine", options=("--again",)) == 0
+    assert "--again starts anew" in capsys.readouterr().err and bench.run("fine", options=("--again",)) == 0
 
 
 def test_commits_have_short_names(folders: ModuleType) -> None:
@@ -374,8 +366,7 @@ def test_folders_are_compared_file_by_file(
     for name in ("fused.json", "gemms.json"):
         shutil.copy(ROOT / "results/h100x2/fused.json", before / name)
     shutil.copy(ROOT / "results/h100x2/fused.json", out / "fused.json")
-    assert tool.compare_with(before, out) == 0
-    assert "gemms.json" not in capsys.readouterr().out
+    assert tool.compare_with(before, out) == 0 and "gemms.json" not in capsys.readouterr().out
     slower = json.loads((out / "fused.json").read_text())
     for row in slower["rows"]:
         if row["implementation"] == "auto" and row["time_us"]:
