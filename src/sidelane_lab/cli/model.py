@@ -31,6 +31,7 @@ from sidelane_lab.harness.parameters import VERSIONS, given, report_option, size
 @click.command(
     cls=GroupedCommand,
     heading=LOOK,
+    hints={"": "it takes no name, and lists all machines"},
     examples=(
         ("sidelane machines", "names for --machine"),
         ("sidelane machines --json -", "the same as a list of objects"),
@@ -298,14 +299,25 @@ TOKENS = 8192
 COMMON = ("machine", "json")
 SHARED = (*COMMON, "model", "layers", "tensor", "dtype", "batch", "report")
 READ = {
-    "--trace": ((*COMMON, "trace"), "a recorded step has its own"),
-    "--serve": ((*SHARED, "serve", "length"), "for the load of a server say --batch and --context"),
+    "--trace": ((*COMMON, "trace"), "a recorded step has its own", ("nodes", "report", "serve", "length", "recompute")),
+    "--serve": (
+        (*SHARED, "serve", "length"),
+        "for the load of a server say --batch and --context",
+        ("nodes", "shard", "context", "experts", "accumulate", "optimizer", "recompute"),
+    ),
     "training": (
         (*SHARED, "nodes", "tokens", "sequence", "shard", "context", "experts", "accumulate", "optimizer", "recompute"),
         "for training say --sequence",
+        (),
     ),
 }
-"""Options that each kind of plan reads, and what to say instead of others."""
+"""Options that each kind of plan reads, what to say instead of others, and others for which that is no answer."""
+HINTS = {
+    "": "options have names, such as --model 8B --machine 8xh100",
+    **dict.fromkeys(("--gpus", "--gpu"), "GPUs are said with --machine 8xh100"),
+    "--strategy": "ways to shard are said with --shard",
+}
+"""Answers to what people write instead of options; empty: to words without one."""
 
 
 def _plan(**parameters: Any) -> None:
@@ -314,9 +326,9 @@ def _plan(**parameters: Any) -> None:
         raise ValueError("plan: what? Say --model 8B, for example, or --trace step.json for a recorded step; not both")
     kind = "--trace" if options.trace else "--serve" if options.serve else "training"
     flags = {one.name: one.opts[0] for one in click.get_current_context().command.params}
-    read, instead = READ[kind]
+    read, instead, apart = READ[kind]
     for name in (name for name in parameters if name not in read and given(name)):
-        raise ValueError(f"plan: {flags[name]} is not for {kind}; {instead}")
+        raise ValueError(f"plan: {flags[name]} is not for {kind}{f'; {instead}' * (name not in apart)}")
     if options.tokens and options.batch:
         raise ValueError("plan: --tokens and --batch: one of them says how large a pass is (tokens, or sequences)")
     if options.machine and not options.machine.endswith((".toml", ".json")):
@@ -324,7 +336,7 @@ def _plan(**parameters: Any) -> None:
     loaded("model.plan" if options.trace is None else "traces.command").main(options)
 
 
-plan = command("plan", _plan, (PlanOptions,), heading=PREDICT)
+plan = command("plan", _plan, (PlanOptions,), heading=PREDICT, hints=HINTS)
 
 
 @click.command(

@@ -57,6 +57,8 @@ LIBRARY_KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_
 """Collectives of which machines' descriptions say what the vendor's library takes."""
 Submitted = tuple[tuple[str, tuple[str, ...]], ...]
 """Lines of what a rank hands over, grouped by where it goes."""
+UNMODELLED = "Sidelane's kernels are not modelled between peers over PCIe"
+"""Reason for which a machine of NVIDIA GPUs that no table covers has no kernels."""
 SIMULATOR = "the simulator"
 """Words for what simulated times come from."""
 
@@ -81,6 +83,7 @@ class Explanation:
         simulated: predicted microseconds there, by candidate, the fastest first.
         library_us: predicted microseconds of the vendor's library there; None where there is no prediction.
         packets: packets of rank 0, if they were asked for.
+        unmodelled: reason for which kernels of Sidelane have no prediction there, though it has them.
     """
 
     agreement: Agreement
@@ -95,6 +98,7 @@ class Explanation:
     simulated: tuple[tuple[Candidate, float], ...] = ()
     library_us: float | None = None
     packets: tuple[PacketQueue, ...] = ()
+    unmodelled: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """One JSON object."""
@@ -105,6 +109,7 @@ class Explanation:
             "by": self.by.where,
             "takes": _named(self.choice.candidate),
             "reason": self.choice.reason,
+            "unmodelled": self.unmodelled,
             "status": self.status,
             "simulated": [{**_named(candidate), "expected_us": us} for candidate, us in self.simulated],
             "library_us": self.library_us,
@@ -150,11 +155,15 @@ def explain(options: ExplainOptions) -> Explanation:
     is_described = options.machine is not None and options.machine not in builtin_names()
     described = find(str(options.machine)) if is_described else None
     predicted = None if described is None else _simulated(described, agreement)
+    unmodelled = UNMODELLED if by is None and described and described.runs is not RunStatus.UNSUPPORTED else ""
     has_driver = by is not None and device_type != CPU
     by = by or predicted
     assert by is not None
     choice = choose(by.profile, call, abilities)
-    reasons = [(found, illegal_reason(call, found, abilities)) for found in everything(options.kind)]
+    reasons = [
+        (found, unmodelled if unmodelled and found.launches_kernels else illegal_reason(call, found, abilities))
+        for found in everything(options.kind)
+    ]
     moves = frozenset[type[Move]]({Copy} if has_driver else MOVES)
     program = make_program(agreement, choice.candidate, moves, through_host=abilities.through_host)
     submitted, summary, packets = _submitted(program, agreement.frozen, has_driver=has_driver, packed=options.packets)
@@ -171,6 +180,7 @@ def explain(options: ExplainOptions) -> Explanation:
         simulated=() if predicted is None else _times(predicted, call.nbytes),
         library_us=None if described is None else _library_us(described, agreement),
         packets=packets,
+        unmodelled=unmodelled,
     )
 
 
@@ -208,8 +218,9 @@ def show(found: Explanation, console: rich.console.Console, *, commands: bool = 
     library += f"; the vendor's library {found.library_us:.4g} us" if found.library_us is not None else ""
     status = f" ({found.status})" if found.status else ""
     mover = "a kernel" if taken.launches_kernels else "copy engines"
-    say(console, f"auto takes {mover} ({taken}): {found.choice.reason}{library}{status}", style="bold")
-    if times := times_as_fast(expected, found.library_us):
+    verdict = f"No verdict: {found.unmodelled}. The best of" if found.unmodelled else "auto takes"
+    say(console, f"{verdict} {mover} ({taken}): {found.choice.reason}{library}{status}", style="bold")
+    if not found.unmodelled and (times := times_as_fast(expected, found.library_us)):
         say(console, f"Keep the vendor's library for this call: {times} times as fast, as predicted.", style="bold")
     say(console, ", ".join(words))
     say(console, f"on {found.where}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -59,7 +61,26 @@ json_option = output(
 
 
 class GroupedCommand(HelpEntry):
-    """A command with options in groups."""
+    """A command with options in groups.
+
+    Args:
+        hints: answers to options that it does not have; empty: to words without one.
+    """
+
+    def __init__(self, *arguments: Any, hints: Mapping[str, str] = MappingProxyType({}), **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.hints = hints
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments; what is no option is answered with a hint, if there is one."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as problem:
+            is_extra = problem.message.startswith("Got unexpected extra argument")
+            hint = self.hints.get("" if is_extra else getattr(problem, "option_name", None) or "none")
+            if hint is None:
+                raise
+            raise click.UsageError(f"{problem.message}; {hint}", ctx) from problem
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a list of options for each group."""

@@ -15,6 +15,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import click
@@ -483,6 +484,7 @@ def command(
     classes: Sequence[type[CommandOptions]],
     besides: Sequence[Decorator] = (),
     heading: str = LABORATORY,
+    hints: Mapping[str, str] = MappingProxyType({}),
 ) -> GroupedCommand:
     """Make a command with some options, the first class of which says what it does.
 
@@ -492,6 +494,7 @@ def command(
         classes: classes of the options.
         besides: further options.
         heading: heading in the help that lists commands.
+        hints: answers to options that it does not have; empty: to words without one.
     """
 
     def function(**parameters: Any) -> None:
@@ -503,4 +506,6 @@ def command(
         made = decorator(made)
     first = classes[0]
     text = inspect.cleandoc(first.__doc__ or "")
-    return click.command(name, cls=GroupedCommand, heading=heading, examples=first.examples, help=text)(made)
+    return click.command(name, cls=GroupedCommand, heading=heading, examples=first.examples, hints=hints, help=text)(
+        made
+    )

@@ -35,7 +35,14 @@ class NameChoice(click.Choice[str]):
 
 
 def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "").replace("bf16", "bfloat16").replace("fp32", "float32")
+    return (
+        name.lower()
+        .replace("-", "")
+        .replace("_", "")
+        .replace("bf16", "bfloat16")
+        .replace("fp32", "float32")
+        .replace("fsdp2", "fsdp")
+    )
 
 
 def size(context: click.Context, option: click.Parameter, value: Any) -> Any:

@@ -45,7 +45,7 @@ MOST_GPUS = 8
 MOST_NODES = 1024
 """Nodes at the most of a machine that the catalogue describes with two."""
 NOT_THE_NAME = re.compile(
-    r"\d+ ?gb|hbm\w*|nvidia|amd|instinct|geforce|rtx|sxm\d?|hgx|"
+    r"\d+ ?gb(?!\w)|hbm\w*|nvidia|amd|instinct|geforce|rtx|sxm\d?|hgx|"
     r"(?:blackwell )?(?:server|workstation) edition|oam|/mi250|nodes?|gpus?|\bof\b|[-_*]"
 )
 """Parts of the names that people write which say nothing more than the GPU does."""
@@ -99,7 +99,8 @@ def canonical_name(text: str) -> str:
     if found is None:
         return text
     before, gpu, after = found[1], written[found[2]], found[3]
-    counts = [*re.findall(r"\d+", after), *reversed(re.findall(r"\d+", before))]  # GPUs of a node, then nodes
+    numbers = [*re.findall(r"\d+", after), *reversed(re.findall(r"\d+", before))]  # GPUs of a node, then nodes
+    counts = [str(int(number)) for number in numbers]
     if len(counts) == 1 and int(counts[0]) > MOST_GPUS and int(counts[0]) % MOST_GPUS == 0:
         counts = [str(MOST_GPUS), str(int(counts[0]) // MOST_GPUS)]
     return "x".join((gpu, *(count for number, count in enumerate(counts) if number == 0 or count != "1")))
@@ -108,6 +109,7 @@ def canonical_name(text: str) -> str:
 def _plain(text: str) -> str:
     """Return a name without the parts that say nothing more than the GPU does."""
     of_memory = re.sub(r"a100(.*?)40 ?gb", r"a100-40\1", text.lower())  # an A100 has 80 GB, if nothing is said
+    of_memory = re.sub(r"([ah]100)(.*?)64 ?gb", r"\1 64gib\2", of_memory)  # no GPU of the catalogue
     plain = NOT_THE_NAME.sub(" ", of_memory.replace("dgx", "8x").replace("pro 6000", "pro6000"))
     return re.sub(r" +", " ", plain).strip()
 
@@ -134,16 +136,21 @@ def named(name: str) -> Machine:
     if wanted in known:
         entry = importlib.resources.files("sidelane_lab.machines") / "catalog" / f"{wanted}.toml"
         return parse(entry.read_text(encoding="utf-8"), f"{wanted}.toml")
-    parts = re.fullmatch(r"([\w-]+?)x(\d{1,2})(?:x(\d{1,4}))?", wanted)
+    parts = re.fullmatch(r"([\w-]+?)x(\d{1,4})(?:x(\d{1,4}))?", wanted)
     gpu, gpus, nodes = (parts[1], int(parts[2]), int(parts[3] or 1)) if parts else ("", 0, 1)
     described = [f"{gpu}x{count}{'x2' * (nodes > 1)}" for count in (gpus, _gpus().get(gpu))]
     base = next((named(one) for one in described if one in known), None)
     most = 0 if base is None else base.gpus if base.links.topology is Topology.MESH else max(base.gpus, MOST_GPUS)
     if base is None or not (0 < gpus <= most and nodes <= MOST_NODES):
-        kind = gpu if gpu in _gpus() else re.sub(r"^(\d+ ?x? ?)+(?=\D)|( ?x ?\d+)+$", "", _plain(name))
+        kind = _plain(name).replace(" ", "-")
+        kind = next((one for one in (kind, gpu) if one in _gpus()), "") or re.sub(
+            r"^(\d+ ?x? ?)+(?=\D)|( ?x ?\d+)+$", "", _plain(name)
+        )
         near = [f"{_gpus()[one]}x{one}" for one in difflib.get_close_matches(kind, _gpus(), 3, 0)]
         few = f"up to {most} of these GPUs in a node are described" if most else "these GPUs are not described"
-        few = "such nodes are not described" if nodes > 1 and gpu in _gpus() else few
+        few = f"{few}; more are whole nodes" * (most > 0 and gpus > MOST_GPUS) or few
+        apart = f"several nodes of these GPUs are not described, but {near[0]} is"
+        few = apart if nodes > 1 and gpu in _gpus() else few
         few = f"say how many, such as {near[0]}" if kind in _gpus() and not parts else few
         raise ValueError(
             f"machine: {name!r}: {few}; the nearest names are {', '.join(near)}. Yours can be described in a file that "

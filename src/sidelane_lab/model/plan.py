@@ -419,7 +419,8 @@ def plan(
                 progress(f"{machine.title}, {sharding}, {strategy}")
                 ways.append(PlannedStep(sharding, strategy, step_times(ranks, step, strategy, sharding=sharding)))
     if not ways:
-        raise ValueError(f"plan: --shard {', '.join(shardings)} is not for {machine.title}; say FSDP2")
+        why = {HSDP: ": it needs two nodes or more, with several groups of --tp in each", DDP: " with --ep"}
+        raise ValueError(f"plan: --shard {shardings[0]} is not for {machine.title}{why[shardings[0]]}; say FSDP2")
     return TrainingPlan(machine, step, tuple(ways), accumulate)
 
 

@@ -47,9 +47,11 @@ SERVERS = (
 )
 KERNEL_US, KERNEL_BYTES = 1.95, 300 << 10
 """Microseconds that a sum by vLLM's kernel (0.26.0, one shot) between two H200s takes longer than one by Sidelane,
-which falls to none at so many bytes: rows ``sums`` of results/h200x2/servers.json, within 0.15 us."""
+which falls to none at so many bytes: rows ``sums`` of results/h200x2/servers.json, to 512 KiB within 0.15 us."""
+LARGE_US, LARGE_BYTES = 2.4, 1 << 20
+"""Microseconds that it takes less from so many bytes on: 2.4 to 3.1 in those rows."""
 KERNEL_MOST = 8 << 20
-"""Bytes below which vLLM takes that kernel."""
+"""Bytes below which vLLM takes that kernel; larger sums are the vendor's library's."""
 BATCH = 8
 """Sequences that are decoded at once, if nothing is said."""
 RESERVED_GB = 2.0
@@ -108,11 +110,13 @@ def server_us(machine: Machine, served: ServedModel) -> float | None:
     """Return the time of such a step by vLLM's own kernel between two GPUs with NVLink; None: it is not modelled."""
     nbytes = ELEMENT * served.batch * served.model.hidden
     is_linked = machine.links.peak_gbps > PCIE_GBPS and machine.runs is not RunStatus.UNSUPPORTED
-    if served.tensor != 2 or not is_linked or nbytes >= KERNEL_MOST:
+    if served.tensor != 2 or not is_linked:
         return None
+    if nbytes >= KERNEL_MOST:
+        return decode_us(machine, served, ours=False)
     ranks = dataclasses.replace(machine, nodes=1, gpus=2)
     theirs, more = library_us(ranks, Kind.ALL_REDUCE, nbytes), KERNEL_US * max(0.0, 1 - nbytes / KERNEL_BYTES)
-    own = _own_us(ranks, nbytes) + more
+    own = _own_us(ranks, nbytes) + more - LARGE_US * (nbytes >= LARGE_BYTES)
     return decode_us(machine, served, ours=False) + 2 * served.model.layers * (min(theirs, own) - theirs)
 
 
@@ -234,6 +238,8 @@ def answer(machine: Machine, model: Transformer, rows: list[dict[str, Any]]) -> 
     tensor, batch, context = best["tensor"], best["batch"], best["context"]
     own = best["decode_server_ms"]
     kernel = f"{own:.2f} with vLLM's own kernel, " if own else ""
+    if own and ELEMENT * batch * model.hidden >= KERNEL_MOST:
+        kernel = "vLLM leaves sums of so many bytes to the library: "
     parts = ", ".join(f"{name} {part:.3g}" for name, part in best["memory"].items())
     lines = [
         verdict(model, machine, machine.gpu.memory_gb - best["memory_gb"], f" at TP {tensor}"),
@@ -247,7 +253,14 @@ def answer(machine: Machine, model: Transformer, rows: list[dict[str, Any]]) -> 
         lines.append(f"It fits {' or '.join(other)}.")
     if fitting and machine.runs is not RunStatus.UNSUPPORTED:
         taken = best["decode_ms"] < min(own or math.inf, best["decode_library_ms"])
-        lines.append(f"Write: {'VLLM_PLUGINS=sidelane ' * taken}vllm serve MODEL --tensor-parallel-size {tensor}")
+        is_open = tensor > 1 and not own and machine.links.peak_gbps <= PCIE_GBPS and not machine.through_host
+        why = ", and try it with VLLM_PLUGINS=sidelane: its kernels are not modelled over PCIe" * is_open
+        lines.append(f"Write: {'VLLM_PLUGINS=sidelane ' * taken}vllm serve MODEL --tensor-parallel-size {tensor}{why}")
+    if tensor == 1 < min(machine.gpus, len(rows)) and fitting:
+        each = ", ".join(f"{row['tokens_per_s_per_gpu']:,.0f} at TP {row['tensor']}" for row in fitting)
+        lines.append(
+            f"That is {machine.gpus} servers, one on each GPU, of which Sidelane does nothing: {each} per GPU."
+        )
     whose = "the server's own" if machine.links.peak_gbps > PCIE_GBPS else "neither Sidelane's nor the server's own"
     modelled = "" if own or tensor == 1 or machine.through_host else f"; {SERVERS.format(whose)}"
     lines.append(f"How sure: {RUNS.get(machine.runs, machine.runs)}; {SURE}{modelled}.")

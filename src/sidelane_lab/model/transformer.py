@@ -125,6 +125,8 @@ class Transformer:
         """
         for flag, ranks, all_of_it in (("--tp", tensor, self.heads), ("--ep", experts, self.experts or 1)):
             if all_of_it % ranks:
+                if flag == "--ep" and not self.experts:
+                    raise ValueError(f"plan: --ep {ranks}: {self.name} has no experts")
                 shared = "heads" if flag == "--tp" else "experts"
                 raise ValueError(f"plan: {flag} {ranks} does not divide the {all_of_it} {shared} of {self.name}")
         names = ("feed", "expert_feed", "shared", "vocabulary")
@@ -189,7 +191,9 @@ def read_model(text: str) -> Transformer:
     """
     path = Path(text).expanduser()
     path = path / "config.json" if text and path.is_dir() else path
-    if path.suffix == ".json" or path.is_file():
+    if path.suffix == ".json" and not path.is_file():
+        raise ValueError(f"plan: --model {text}: no such file")
+    if path.is_file():
         try:
             content = json_of(text_of(path))
         except ValueError as problem:
