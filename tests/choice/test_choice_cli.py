@@ -220,12 +220,12 @@ def test_the_first_line_answers_for_machines_that_nobody_has():
     answer, *reasons = nvidia.splitlines()
     assert answer.startswith("auto takes a kernel (sm one_shot): ") and answer.endswith("(predicted: never run there)")
     assert reasons[2].startswith("by the built-in table h200x4") and reasons[3].startswith("simulated there: dma b2b ")
-    assert "\nby the simulator" in run("explain", "all_gather", "1M", "--machine", "a40x4").output
-    peers = run("explain", "all_reduce", "64K", "--machine", "2xL40S").output
-    assert peers.startswith(
-        "No verdict: Sidelane's kernels are not modelled between peers over PCIe. The best of copy "
+    assert re.match(
+        r"No verdict: Sidelane's kernels are not modelled between peers over PCIe\. The best of copy engines [^\n]*\n"
+        r"all_gather of 1M among .*\nby the simulator.*: sm [a-z_, ]*: Sidelane's kernels are not modelled between peers",
+        run("explain", "all_gather", "1M", "--machine", "a40x4").output,
+        re.DOTALL,
     )
-    assert "Keep the vendor's" not in peers and "sm two_shot_narrow: Sidelane's kernels are not modelled" in peers
     few = run("explain", "all_reduce", "64K", "--machine", "4090x2").output  # through host memory
     assert re.match(
         r"auto takes a kernel \(sm one_shot\): nothing was measured; rule of thumb: a kernel below 48 MiB; predicted: "

@@ -80,7 +80,7 @@ class GroupedCommand(HelpEntry):
             hint = self.hints.get("" if is_extra else getattr(problem, "option_name", None) or "none")
             if hint is None:
                 raise
-            raise click.UsageError(f"{problem.message}; {hint}", ctx) from problem
+            raise click.UsageError(f"{problem.message.rstrip('.')}; {hint}", ctx) from problem
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a list of options for each group."""
