@@ -114,7 +114,6 @@ def main() -> None:
             attention_backend="torch_native",
             sampling_backend="pytorch",
             grammar_backend="none",
-            disable_custom_all_reduce=VARIANT == "deterministic",  # which SGLang sets itself in this mode
             disable_radix_cache=True,
             disable_overlap_schedule=True,
             max_total_tokens=4096,
