@@ -10,13 +10,15 @@ import pytest
 import torch
 from made_up_device import FakeDevice
 
-from sidelane.c3 import launch, overlap
+from sidelane.c3 import launch, overlap, partitions
 from sidelane.c3.launch import saved_for_backward
 from sidelane.c3.partitions import PairStreams
 from sidelane.c3.strategies import LaunchMode, named, strategies
 from sidelane.choice.candidate import EVERYTHING
 from sidelane.choice.store import builtin
+from sidelane.config import Config
 from sidelane.errors import UnavailableError
+from sidelane.execute.cuda import partition
 from sidelane.program.shape import Computation
 
 GPU = torch.device("cuda", 0)
@@ -64,9 +66,24 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     caller = fake.stream()
     current = torch.cuda.current_stream
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *d: caller if fake.current == "caller" else current())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(launch, "side_stream", side)
-    monkeypatch.setattr(launch, "partitions_of", lambda device: (Parts(fake), ""))
+    asked, properties = [0], types.SimpleNamespace(multi_processor_count=132)  # of a made-up cuBLAS's handle
+    library = types.SimpleNamespace(
+        cublasGetSmCountTarget=lambda handle, found: setattr(found.contents, "value", asked[-1]),
+        cublasSetSmCountTarget=lambda handle, units: (
+            asked.append(getattr(units, "value", units)) or fake.log.append(f"cuBLAS: {asked[-1]} units")
+        ),
+    )
+    for owner, name, made_up in (
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "current_blas_handle", lambda: 1),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "get_device_properties", lambda device: properties),
+        (launch, "side_stream", side),
+        (launch, "partitions_of", lambda device: (Parts(fake), "")),
+        (partition, "cublas", lambda: library),
+        (partitions, "cublas", lambda: library),
+    ):
+        monkeypatch.setattr(owner, name, made_up)
     return fake
 
 
@@ -105,6 +122,30 @@ def test_copy_engines_keep_their_lane(device: FakeDevice) -> None:
     assert log[-2:] == ["caller: join side", "caller: join gemm_without_8"]
 
 
+def test_cublas_leaves_units_to_sums(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for while the computation is launched, on the usual streams, which a graph may capture at once."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert launch.can_run(LaunchMode(named("copy_engines_sums"), 4), GPU)
+    assert launched(device, LaunchMode(named("copy_engines_sums"), 4)) == [
+        *("caller: record e1", "side: wait e1", "side: record e2", "side: gather beside compute", "caller: wait e2"),
+        *("cuBLAS: 128 units", "caller: compute", "cuBLAS: 0 units", "caller: join side"),
+    ]
+
+
+def test_cublas_gets_back_the_units_that_it_had(device: FakeDevice) -> None:
+    """After an error, and where another request is around this one."""
+    with partition.spared(100), pytest.raises(ZeroDivisionError):
+        launch.run(LaunchMode(named("copy_engines_sums"), 16), lambda: 1 // 0, print, Comm(device, ""))  # type: ignore[arg-type]
+    assert [line for line in device.log if "cuBLAS" in line] == [f"cuBLAS: {units} units" for units in (32, 116, 32, 0)]
+
+
+def test_a_process_without_one_cublas_asks_for_nothing(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitions, "cublas", lambda: None)
+    assert not launch.can_run(LaunchMode(named("copy_engines_sums"), 4), GPU)
+    with pytest.raises(ValueError, match="copy_engines_sums.*there is no cuBLAS of torch alone"):
+        overlap.possible("copy_engines_sums", GPU)
+
+
 def test_lanes_are_joined_after_a_failure(device: FakeDevice) -> None:
     def fail() -> None:
         raise RuntimeError("no")
@@ -131,19 +172,18 @@ def test_which_ways_there_are(device: FakeDevice) -> None:
     """By the value: a GPU runs what takes units, with each power of two of a sweep; calls cannot be told all."""
     names = [one.name for one in strategies() if not launch.unsupported_reason(one, GPU)]
     assert set(names) == {*overlap.NAMES, *overlap.ON_GPUS}
-    partitions = {"partition", "collective_first_partition", "copy_engines_partition"}
-    assert {*overlap.ON_GPUS} == {*partitions, "kernels_partition", "kernels_priority"}
-    for units, able in ((0, False), (8, True), (64, True), (24, False), (128, False)):
-        assert launch.can_run(LaunchMode(named("partition"), units), GPU) is able
+    taking = {"partition", "collective_first_partition", "copy_engines_partition", "copy_engines_sums"}
+    assert {*overlap.ON_GPUS} == {*taking, "kernels_partition", "kernels_priority"}
+    for name, able in (("partition", {8, 16, 32, 64}), ("copy_engines_sums", {4, 8, 16})):
+        assert {units for units in range(132) if launch.can_run(LaunchMode(named(name), units), GPU)} == able
     assert launch.can_run(LaunchMode(named("collective_first")), GPU) and not launch.can_run(
         LaunchMode(named("collective_first"), 8), GPU
     )
-    assert overlap.possible("partition", GPU).units == 8
-    assert overlap.possible("partition", GPU, 24).units == 24
+    fewest = [overlap.possible(name, GPU).units for name in ("partition", "kernels_partition", "copy_engines_sums")]
+    assert fewest == [8, 8, 4] and overlap.possible("partition", GPU, 24).units == 24
     for name, units in (("copy_engines", 8), ("partition", 0)):
         with pytest.raises(ValueError, match=r"overlap: units \(value="):
             overlap.possible(name, GPU, units)
-    assert overlap.possible("kernels_partition", GPU).units == 8
     with pytest.raises(ValueError, match="allowed=copy_engines, .*, partition, .*kernels_partition, .*told to run so"):
         overlap.possible("nccl_copy_engines", GPU)
 
@@ -188,29 +228,27 @@ def open_block() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def test_auto_takes_units_for_a_large_reduction_but_not_in_a_capture_that_comes_first(
+def test_auto_leaves_units_to_the_sums_of_a_large_reduction(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profile = types.SimpleNamespace(profile=builtin("h200x2"))
-    comm: Any = types.SimpleNamespace(device=GPU, world_size=2, abilities=EVERYTHING, profile=profile, cache={})
-    parts = Parts(device)
-    parts.made.clear()
-    monkeypatch.setattr(launch, "partitions_of", lambda device: (parts, ""))
+    """Also in a capture, since nothing is made for it; not where the same bits are asked for in every run."""
+    comm: Any = types.SimpleNamespace(device=GPU, world_size=2, abilities=EVERYTHING, cache={}, config=Config())
+    comm.profile = types.SimpleNamespace(profile=builtin("h200x2"))
     product, large = Computation(5569.0, (16384, 16384, 8192, "bfloat16")), ("all_reduce", 512 << 20)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert str(overlap.choose_overlap(comm, product, large).candidate) == "copy_engines"
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    found = overlap.choose_overlap(comm, product, large)
-    assert (
-        str(found.candidate) == "kernels_partition with 8 units"
-        and overlap.choose_overlap(comm, product, [large]) is found
-    )
-    assert (
-        str(overlap.choose_overlap(comm, Computation(2800.0, product.gemm), large).candidate)
-        == "kernels_partition with 16 units"
-    )
-    assert str(overlap.choose_overlap(comm, product, ("all_gather", 512 << 20)).candidate) == "copy_engines"
-    assert str(overlap.choose_overlap(comm, Computation(2.0), ("all_gather", 8 << 20)).candidate) == "serial"
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    parts.made.add(8)
-    assert str(overlap.choose_overlap(comm, product, large).candidate) == "kernels_partition with 8 units"
+
+    def taken(product: Computation, moves: tuple[str, int]) -> str:
+        return str(overlap.choose_overlap(comm, product, moves).candidate)
+
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        assert taken(product, large) == "copy_engines_sums with 4 units"
+    assert overlap.choose_overlap(comm, product, [large]) is overlap.choose_overlap(comm, product, large)
+    assert [
+        taken(Computation(2000.0, product.gemm), large),
+        taken(product, ("all_gather", 512 << 20)),
+        taken(Computation(2.0), ("all_gather", 8 << 20)),
+    ] == ["copy_engines_sums with 8 units", "copy_engines", "serial"]
+    for torch_says, config in ((True, Config()), (False, Config(deterministic=True))):
+        comm.config = config
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda says=torch_says: says)
+        assert taken(product, large) == "copy_engines"

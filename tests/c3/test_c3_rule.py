@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from sidelane.c3.strategies import LARGE_BYTES, LaunchMode, choose_strategy, is_
 from sidelane.program.collective import Kind
 
 RESULTS = Path(__file__).parents[2] / "results"
-REDUCTIONS = "h200x2/c3-reductions.json"
 OTHERS = (
     *("h200x2/c3.json", "h200x2/c3-classes.json", "h200x2/c3-strategies.json", "h200x2/c3-third.json"),
     *("h200x2/c3-own-parts.json", "h200x2/c3-nccl-2.32.json", "h200x2/c3-energy.json"),
@@ -32,38 +30,42 @@ def chosen(compute_us: float, kind: Kind = Kind.ALL_REDUCE, nbytes: int = LARGE_
 
 
 @pytest.mark.parametrize(
-    ("ratio", "taken"),
+    ("compute_us", "engines_us", "units"),
+    [(1500.0, 500.0, 4), (1400.0, 500.0, 8), (700.0, 500.0, 16), (100.0, 90.0, 16), (700.0, 750.0, 8)],
+)
+def test_units_grow_with_the_bytes_of_a_microsecond(compute_us: float, engines_us: float, units: int) -> None:
+    """Of 256 MiB four units of 47 KB add up all in 1428 us, eight in 714; the longer of both times counts."""
+    for kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
+        assert chosen(compute_us, kind, engines_us=engines_us) == f"copy_engines_sums with {units} units"
+    assert chosen(2 * compute_us, nbytes=2 * LARGE_BYTES, engines_us=2 * engines_us).endswith(f"with {units} units")
+
+
+@pytest.mark.parametrize(
+    "changed",
     [
-        *(
-            (0.1, "kernels_partition with 8 units"),
-            (0.4, "kernels_partition with 8 units"),
-            (0.41, "kernels_partition with 16 units"),
-        ),
-        *((0.6, "kernels_partition with 16 units"), (0.61, "copy_engines"), (20.0, "copy_engines")),
+        pytest.param({"nbytes": LARGE_BYTES - 1}, id="a small reduction"),
+        pytest.param({"kind": Kind.ALL_GATHER}, id="it only moves bytes"),
+        pytest.param({"product": None}, id="nobody says what computes"),
+        pytest.param({"product": (64, 57344, 8192, "bfloat16")}, id="bound by memory"),
+        pytest.param({"product": (8192, 8192, 8192, "float8_e4m3fn")}, id="of a dtype without a known size"),
+        pytest.param({"engines_us": None}, id="nobody measured the collective"),
+        pytest.param({"possible": lambda mode: not mode.units}, id="as with deterministic=True"),
     ],
 )
-def test_units_of_an_all_reduce_grow_with_its_time(ratio: float, taken: str) -> None:
-    assert chosen(1000.0, alone_us=1000.0 * ratio, engines_us=1000.0 * ratio) == taken
+def test_which_pairs_keep_all_units(changed: dict[str, Any]) -> None:
+    assert chosen(2000.0, **changed) == "copy_engines"
 
 
-def test_which_pairs_give_units_away() -> None:
-    assert chosen(2000.0, nbytes=LARGE_BYTES - 1) == "copy_engines", "a small reduction"
-    assert chosen(2000.0, kind=Kind.REDUCE_SCATTER) == "copy_engines", "it scatters"
-    assert chosen(2000.0, kind=Kind.ALL_GATHER) == "copy_engines", "it only moves bytes"
-    assert chosen(2000.0, product=None) == "copy_engines", "nobody says what computes"
-    assert chosen(2000.0, product=(64, 57344, 8192, "bfloat16")) == "copy_engines", "bound by memory"
-    assert chosen(2000.0, product=(8192, 8192, 8192, "float8_e4m3fn")) == "copy_engines", (
-        "of a dtype without a known size"
-    )
-    assert chosen(2000.0, alone_us=None) == "copy_engines", "nobody measured the collective"
+def test_units_are_for_reductions_alone() -> None:
     mixed = [(Kind.ALL_REDUCE, LARGE_BYTES), (Kind.ALL_GATHER, LARGE_BYTES)]
-    found = choose_strategy(2000.0, PRODUCT, mixed, alone_us=1.0, engines_us=1.0, is_possible=lambda mode: True)
-    assert str(found.candidate) == "copy_engines"
+    assert (
+        str(choose_strategy(2000.0, PRODUCT, mixed, alone_us=1.0, engines_us=1.0, is_possible=bool).candidate)
+        == "copy_engines"
+    )
     assert not is_compute_bound(None) and is_compute_bound((8192, 8192, 8192, "float32"))
 
 
 def test_what_cannot_run_is_not_taken() -> None:
-    assert chosen(2000.0, possible=lambda mode: not mode.units) == "copy_engines", "as while a graph is captured"
     assert chosen(2000.0, possible=lambda mode: mode.strategy.name in ("compute_first", "serial")) == "compute_first"
     with pytest.raises(ValueError, match="choose_strategy: is_possible"):
         chosen(2000.0, possible=lambda mode: False)
@@ -118,38 +120,26 @@ def test_losses_beside_the_pairs_of_all_results() -> None:
     assert statistics.fmean(lost for _, lost in found) < 0.0025 and max(lost for _, lost in found) < 0.034
 
 
-def test_losses_beside_large_reductions_of_the_study() -> None:
-    """Symmetric tensors, all-reduces by ``two_shot_push``. ``copy_engines`` alone loses 6.4%, 15.9% at worst there."""
-    pairs = list(pairs_of(REDUCTIONS))
-    found = [loss(rows) for rows in pairs]
-    assert len(found) == 8 and statistics.fmean(lost for _, lost in found) < 0.034
-    assert max(lost for _, lost in found) < 0.085
-    assert {name for name, _ in found} == {
-        "copy_engines",
-        *(f"kernels_partition with {units} units" for units in (8, 16)),
-    }
-    engines = [times[LaunchMode(named("conccl"))] / min(times.values()) - 1 for times in map(times_of, pairs)]
-    assert statistics.fmean(engines) > 0.06, "the row that the rule's second line wins"
+def test_losses_beside_large_reductions() -> None:
+    """Figures of results/notes/overlap.md, "Reductions": by copy engines alone 49% of ideal, 30 at worst.
+
+    The rule was chosen with those pairs whose GEMM has a name of the ConCCL paper, and then judged on the others.
+    """
+    rows = json.loads((RESULTS / "h200x2/spared-units.json").read_text())["rows"]
+    pairs = itertools.groupby(rows, lambda row: (row["gemm"], Kind(row["collective"])))
+    found = [(name, *taken(kind, list(alike))) for (name, kind), alike in pairs if name not in ("backward", "small")]
+    for unseen, mean, worst in ((False, 88.9, 73), (True, 81, 70)):
+        percents = [percent for name, percent, _ in found if name.startswith("u") is unseen]
+        assert len(percents) == 8 and statistics.fmean(percents) >= mean and min(percents) >= worst
+    lost = [slower for _, _, slower in found]
+    assert statistics.fmean(lost) < 0.0015 and max(lost) < 0.018
 
 
-LINE = re.compile(
-    r"(\w+) (all_reduce|reduce_scatter) (symmetric|ordinary) GEMM (\d+) us; [^:]+: (.+) ; [^:]+: .* of ([\d.]+) of"
-)
-
-
-def test_losses_of_large_reductions_as_overlap_makes_them() -> None:
-    """On symmetric and on ordinary tensors. ``copy_engines`` alone loses 3.5% and 14.9% at worst there."""
-    written = {
-        "copy_engines": "conccl",
-        **{f"kernels_partition with {n} units": f"sm_rp with {n} units" for n in (8, 16)},
-    }
-    lost: dict[str, list[float]] = {"rule": [], "conccl": []}
-    for _, kind, _, gemm_us, listed, ratio in LINE.findall((RESULTS / "h200x2/overlap-reductions.txt").read_text()):
-        times = {name.strip(): float(us) for name, us in re.findall(r"([\w ]+?) (\d+) us", listed)}
-        alone_us = (float(ratio) + 0.004) * float(gemm_us)  # it was rounded, and 0.40 was more than that
-        taken = chosen(float(gemm_us), kind=Kind(kind), nbytes=512 << 20, alone_us=alone_us, engines_us=alone_us)
-        for name, strategy in (("rule", written[taken]), ("conccl", "conccl")):
-            lost[name].append(times[strategy] / min(times.values()) - 1)
-    assert len(lost["rule"]) == 16
-    assert statistics.fmean(lost["rule"]) < 0.0125 and max(lost["rule"]) < 0.087
-    assert statistics.fmean(lost["conccl"]) > 0.03 and max(lost["conccl"]) > 0.14
+def taken(kind: Kind, rows: list[dict[str, Any]]) -> tuple[float, float]:
+    """Percent of ideal of the units that the rule takes, and what it loses to the best number of units."""
+    one = rows[0]
+    product = (*map(int, one["shape"].split("x")), "bfloat16")
+    times = {"alone_us": one["wide_us"], "engines_us": one["engines_us"], "product": product}
+    way = chosen(one["gemm_us"], kind, one["bytes"], **times)
+    (row,) = (row for row in rows if way == f"copy_engines_sums with {row['spared']} units")
+    return row["percent_of_ideal"], row["time_us"] / min(row["time_us"] for row in rows) - 1

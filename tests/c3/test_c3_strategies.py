@@ -25,8 +25,8 @@ def test_the_strategies_in_the_order_of_studies() -> None:
         ("serial", "serial"),
         *(("compute_first", "c3_base"), ("collective_first", "c3_sp")),
         *(("partition", "c3_rp"), ("collective_first_partition", "c3_sp_rp"), ("priority", "priority")),
-        *(("copy_engines", "conccl"), ("copy_engines_partition", "conccl_rp"), ("copy_engines_left", "conccl_left")),
-        ("nccl_copy_engines", "nccl_ce"),
+        *(("copy_engines", "conccl"), ("copy_engines_partition", "conccl_rp"), ("copy_engines_sums", "conccl_sums")),
+        *(("copy_engines_left", "conccl_left"), ("nccl_copy_engines", "nccl_ce")),
         *(("kernels_partition", "sm_rp"), ("kernels_priority", "sm_priority")),
     ]
     assert tuple(named(one.code) for one in strategies()) == strategies(), "result files have the codes"
@@ -43,6 +43,7 @@ def test_the_strategies_in_the_order_of_studies() -> None:
         ("collective_first_partition", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, Partition()),
         ("copy_engines", Order.COLLECTIVE_FIRST, Mover.DMA, 0, None),
         ("copy_engines_partition", Order.COLLECTIVE_FIRST, Mover.DMA, 0, Partition(memory_bound_only=True)),
+        ("copy_engines_sums", Order.COLLECTIVE_FIRST, Mover.DMA, 0, Partition(requested=True)),
         ("copy_engines_left", Order.COLLECTIVE_FIRST, Mover.DMA_LEFT, 0, None),
         ("nccl_copy_engines", Order.COLLECTIVE_FIRST, Mover.LIBRARY_DMA, 0, None),
     ],

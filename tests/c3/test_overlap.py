@@ -325,13 +325,10 @@ def test_in_graphs(group: dist.ProcessGroup, replays: int) -> None:
 
 
 @on_ranks(gpu=True)
-def test_a_large_reduction_gets_units_of_its_own(group: dist.ProcessGroup) -> None:
-    """``auto`` beside a GEMM of known shape, eager and in a graph: with units of its own where times are known."""
+def test_cublas_leaves_units_to_a_large_reduction(group: dist.ProcessGroup) -> None:
+    """``auto`` beside a GEMM of known shape, eager and in a graph: its sums get units where times are known."""
     with communicator(group, timeout_s=60) as comm:
-        product, a = (
-            Computation(3000.0, (4096, 4096, 4096, "bfloat16")),
-            torch.ones(4096, 4096).bfloat16(),
-        )
+        product, a = Computation(3000.0, (4096, 4096, 4096, "bfloat16")), torch.ones(4096, 4096).bfloat16()
         whole = torch.empty(1 << 27, dtype=torch.bfloat16)
         moves = ("all_reduce", whole.nbytes)
 
@@ -360,7 +357,7 @@ def test_a_large_reduction_gets_units_of_its_own(group: dist.ProcessGroup) -> No
             graph.replay()
             assert captured.tolist() == expected, told
         known = builtin_for(key_here("cuda", comm.world_size)) is not None
-    assert told[0] == told[1] and told[0].startswith("kernels_partition with " if known else "copy_engines"), told
+    assert told == 2 * ["copy_engines_sums with 4 units" if known else "copy_engines"], told
 
 
 @on_ranks(gpu=True)

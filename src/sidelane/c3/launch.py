@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sidelane.c3.partitions import DevicePartitions, PairStreams, shares
+from sidelane.c3.partitions import DevicePartitions, PairStreams, units_to_try, why_none
 from sidelane.c3.strategies import LaunchMode, Mover, Order, Strategy
 from sidelane.choice import choose
 from sidelane.choice.candidate import SM, everything
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
+from sidelane.execute.cuda.partition import spared
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape, Variant
 from sidelane.session import Communicator, Work
@@ -45,8 +46,7 @@ def unsupported_reason(strategy: Strategy, device: torch.device) -> str:
         return "a communicator's calls are not told to run so"
     if strategy.partition is None:
         return ""
-    partitions, absent = partitions_of(device)
-    reason = absent if partitions is None else partitions.objection()
+    reason = why_none(strategy.partition, *partitions_of(device))
     return f"it takes compute units from the computation: {reason}" if reason else ""
 
 
@@ -55,9 +55,9 @@ def can_run(mode: LaunchMode, device: torch.device) -> bool:
     if mode.strategy.partition is None:
         return not mode.units and not unsupported_reason(mode.strategy, device)
     partitions, _ = partitions_of(device)
-    if partitions is None or mode.units not in shares(partitions.units):
+    if partitions is None or mode.units not in units_to_try(mode.strategy.partition, partitions.units):
         return False
-    if torch.cuda.is_current_stream_capturing():
+    if not mode.strategy.partition.requested and torch.cuda.is_current_stream_capturing():
         return partitions.is_ready(mode.units)
     return not unsupported_reason(mode.strategy, device)
 
@@ -82,6 +82,8 @@ def run(way: LaunchMode, compute: Callable[[], T], collective: Callable[[Any], S
         Exceptions of the computation and the collective.
     """
     strategy, on_cpu = way.strategy, comm.device.type == "cpu"
+    if strategy.partition is not None and strategy.partition.requested:
+        compute = spared(way.units)(compute)
     collective_first = strategy.order is Order.COLLECTIVE_FIRST or (strategy.concurrent and on_cpu)
     asked = StrategyCommunicator(comm, strategy)
     if strategy.concurrent and not on_cpu:
@@ -142,27 +144,23 @@ def variant_of(comm: Communicator, strategy: Strategy, kind: Kind, nbytes: int, 
     found = [name for name in found if not Variant.of(name).narrow and not Variant.of(name).pushes]
     if not found:
         allowed = "what kernels run on this machine, see sidelane info"
-        absent = f"there is no kernel for {kind} here"
-        raise ValueError(f"overlap: {strategy.name}: {absent} (value={kind}, allowed={allowed})")
+        raise ValueError(f"overlap: {strategy.name}: there is no kernel for {kind} here (value={kind}, {allowed=!s})")
     # As if in ordinary memory: the kind of memory must not make ranks choose differently.
     call = CallShape(kind, comm.world_size, nbytes, dtype, symmetric=False)
     if comm.world_size > 1:
-        table = choose(comm.profile.profile, call, comm.abilities).table
-        ranked = [candidate.variant for candidate, _ in table if candidate.variant in found]
-        return (ranked or found)[0]
+        ranked = choose(comm.profile.profile, call, comm.abilities).table
+        return next((candidate.variant for candidate, _ in ranked if candidate.variant in found), found[0])
     return found[-1]  # of an all_reduce the one in two shots
 
 
 def described(tensors: tuple[object, ...]) -> tuple[int, str]:
     """Return the bytes of the largest argument of a call, a tensor or a list of them, and the dtype of the elements."""
-    sizes, dtypes = [0], ["bfloat16"]
-    for given in tensors:
-        listed = [
-            one for one in (given if isinstance(given, list | tuple) else (given,)) if isinstance(one, torch.Tensor)
-        ]
-        sizes.append(sum(one.nbytes for one in listed))
-        dtypes += [str(one.dtype).removeprefix("torch.") for one in listed]
-    return max(sizes), dtypes[-1]
+    lists = [
+        [one for one in (given if isinstance(given, list | tuple) else (given,)) if isinstance(one, torch.Tensor)]
+        for given in tensors
+    ]
+    dtypes = ["bfloat16", *(str(one.dtype).removeprefix("torch.") for listed in lists for one in listed)]
+    return max([0, *(sum(one.nbytes for one in listed) for listed in lists)]), dtypes[-1]
 
 
 def _on_streams(
@@ -227,7 +225,7 @@ def _streams_of(way: LaunchMode, device: torch.device, caller: torch.cuda.Stream
         UnavailableError: no such units here, or no streams yet while a graph is captured, in which none are made.
     """
     usual = PairStreams(caller, side_stream(device, False), side_stream(device, True))
-    if way.strategy.partition is None or not way.units:
+    if way.strategy.partition is None or way.strategy.partition.requested or not way.units:
         return usual
     partitions, absent = partitions_of(device)
     if partitions is None:
@@ -256,9 +254,8 @@ def saved_for_backward(stream: torch.cuda.Stream) -> Iterator[None]:
             tensor.record_stream(stream)
         return tensor if hooks is None else hooks[0](tensor)
 
-    def unpack(packed: Any) -> torch.Tensor:
-        found: torch.Tensor = packed if hooks is None else hooks[1](packed)
-        return found
+    def unpack(packed: Any) -> Any:
+        return packed if hooks is None else hooks[1](packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

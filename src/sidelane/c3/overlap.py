@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from sidelane.c3.launch import can_run, partitions_of, run, unsupported_reason
-from sidelane.c3.partitions import SMALLEST_SHARE, shares
+from sidelane.c3.partitions import SMALLEST_SHARE, units_to_try
 from sidelane.c3.strategies import LaunchMode, Mover, Strategy, choose_strategy, strategies
 from sidelane.choice import choose
 from sidelane.choice.selection import Selection
@@ -68,9 +68,10 @@ def overlap(
         strategy: ``copy_engines``, ``collective_first``, ``priority``, ``compute_first`` or ``serial``; on GPUs also
             those that end in ``partition`` and take compute units from the computation (a graph can be captured once
             they have been used): ``partition``, ``collective_first_partition``, ``copy_engines_partition`` and
-            ``kernels_partition``; or ``auto``, see :func:`choose_overlap`. Sidelane's kernels move the bytes in
-            ``kernels_partition`` and ``kernels_priority``, whatever is fastest. The same on all ranks.
-        units: number of units that such a strategy takes; None: the fewest, 8.
+            ``kernels_partition``; ``copy_engines_sums``, which asks cuBLAS to leave them to the sums of reductions; or
+            ``auto``, see :func:`choose_overlap`. Sidelane's kernels move the bytes in ``kernels_partition`` and
+            ``kernels_priority``, whatever is fastest. The same on all ranks.
+        units: number of units that such a strategy takes; None: the fewest, 8, or 4 that cuBLAS leaves.
         computation: description of ``compute``, from ``Communicator.computation``; for ``auto``.
         moves: description of ``collective``: name and bytes of a collective, or several such pairs; for ``auto``.
 
@@ -123,9 +124,10 @@ def choose_overlap(comm: Communicator, computation: Computation, moves: SizedCal
     """Return the strategy of ``overlap(..., strategy="auto")``; its ``reason`` explains it.
 
     Collectives that only move bytes take ``copy_engines``. So do reductions, but for large ones beside a compute-bound
-    GEMM, for which Sidelane's kernels get compute units of their own (``kernels_partition``), the more the longer they
-    take. ``serial`` is taken where copy engines take as long as both in turn. Times of collectives are those of
-    ``sidelane tune``, or built in. While a graph is captured, units are taken only if that has been done before.
+    GEMM, from which cuBLAS is asked to leave compute units to the sums (``copy_engines_sums``), as many as add up the
+    bytes in time. cuBLAS may then take another kernel, whose last bits differ: ``Config.deterministic`` and
+    ``torch.use_deterministic_algorithms`` rule that out. ``serial`` is taken where copy engines take as long as both in
+    turn. Times of collectives are those of ``sidelane tune``, or built in.
 
     Args:
         comm: communicator that makes the collectives.
@@ -137,7 +139,8 @@ def choose_overlap(comm: Communicator, computation: Computation, moves: SizedCal
         ValueError: there are no collectives, or a name or size is unknown.
     """
     pairs = _checked(computation, moves)
-    capturing, question = _is_capturing(comm.device), (computation, pairs)
+    fixed = comm.config.deterministic or torch.are_deterministic_algorithms_enabled()
+    capturing, question = _is_capturing(comm.device), (computation, pairs, fixed)
     found: Selection[LaunchMode] | None = None if capturing else lookup(comm, question)
     if found is None:
         found = choose_strategy(
@@ -146,7 +149,7 @@ def choose_overlap(comm: Communicator, computation: Computation, moves: SizedCal
             pairs,
             alone_us=_expected_us(comm, computation, pairs, NOTHING),
             engines_us=_expected_us(comm, computation, pairs, COMPUTE),
-            is_possible=lambda mode: can_run(mode, comm.device),
+            is_possible=lambda mode: can_run(mode, comm.device) and not (fixed and mode.units),
         )
         if not capturing:
             remember(comm, question, found)
@@ -247,10 +250,9 @@ class Overlap:
         return f"{self.strategy}: " + ", ".join(f"{name} {us:.0f} us" for name, us in self.times_us.items())
 
     def _agree(self) -> None:
-        comm = self._on
         medians = [statistics.median(clock.us() for clock in clocks) if clocks else math.inf for clocks in self._clocks]
-        times = torch.tensor(medians, dtype=torch.float32, device=comm.device)
-        comm.all_reduce(times, op="max")
+        times = torch.tensor(medians, dtype=torch.float32, device=self._on.device)
+        self._on.all_reduce(times, op="max")
         ways = sorted(zip(times.tolist(), range(len(self._ways)), strict=True))  # ties: the better guess
         by_way = [(us, self._ways[number]) for us, number in ways]
         self.times_us = {str(way): us for us, way in by_way}
@@ -270,7 +272,7 @@ def possible(name: str, device: torch.device, units: int | None = None, others: 
         taking = "" if device.type == "cpu" else "".join(f", {other}" for other in ON_GPUS)
         raise _refused(f"overlap: strategy (value={name!r}, allowed={', '.join((*NAMES, *others))}{taking}): {reason}")
     if units is None:
-        return LaunchMode(found, 0 if found.partition is None else SMALLEST_SHARE)
+        return LaunchMode(found, 0 if found.partition is None else units_to_try(found.partition, 2 * SMALLEST_SHARE)[0])
     if found.partition is None or units < 1:
         raise _refused(f"overlap: units (value={units}) of {name}, which takes no such number")
     return LaunchMode(found, units)
@@ -316,7 +318,7 @@ def _ways_of(strategy: Strategy, device: torch.device) -> list[LaunchMode]:
     partitions, _ = partitions_of(device)
     if strategy.partition is None or partitions is None:
         return [LaunchMode(strategy)]
-    return [LaunchMode(strategy, units) for units in shares(partitions.units)]
+    return [LaunchMode(strategy, units) for units in units_to_try(strategy.partition, partitions.units)]
 
 
 def _is_capturing(device: torch.device) -> bool:

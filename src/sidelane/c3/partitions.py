@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sidelane.c3.strategies import SPARED, Partition
 from sidelane.errors import SidelaneError
+from sidelane.execute.cuda.partition import cublas
 from sidelane.execute.vendor import make_driver
 
 if TYPE_CHECKING:
@@ -102,3 +104,27 @@ def shares(units: int) -> tuple[int, ...]:
     """
     powers = (SMALLEST_SHARE << k for k in range(units.bit_length()))
     return tuple(power for power in powers if 2 * power <= units)
+
+
+def units_to_try(partition: Partition, units: int) -> tuple[int, ...]:
+    """Return the numbers of units to try to take from a GEMM on a device with ``units``."""
+    return SPARED if partition.requested else shares(units)
+
+
+def why_none(partition: Partition, partitions: DevicePartitions | None, absent: str) -> str:
+    """Return the reason why a device gives no units; empty if it does.
+
+    Args:
+        partition: way in which units are taken.
+        partitions: partitions of the device; None for ``absent``.
+        absent: reason why it has none.
+    """
+    return (
+        absent
+        if partitions is None
+        else partitions.objection()
+        if not partition.requested
+        else "there is no cuBLAS of torch alone, which could leave SMs to others"
+        if cublas() is None
+        else ""
+    )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 from sidelane.choice.selection import Selection
-from sidelane.program.collective import ELEMENT_BYTES, Kind
+from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 
 
 class Order(StrEnum):
@@ -58,9 +58,11 @@ class Partition:
 
     Attributes:
         memory_bound_only: a GEMM that is limited by its operations keeps all.
+        requested: nothing is shut off; cuBLAS is asked to launch its GEMMs for as many units less.
     """
 
     memory_bound_only: bool = False
+    requested: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,9 +137,11 @@ _ENGINES, _FEWER = "the collective first, on copy engines", "; memory-bound GEMM
 _FEWER_UNITS = Partition(memory_bound_only=True)  # VI-F; the paper takes 8 on an MI300X, one of each of its dies (VI-G)
 # An all-to-all without the copy of the own part inside a GPU, which serialises with the GEMM: it stays where it is
 # (``copy_own_part=False``).
-_LIBRARY_ENGINES, _LEFT = (
+# A GEMM of cuBLAS has a block on each SM from its begin to its end: sums would wait for that end.
+_LIBRARY_ENGINES, _LEFT, _SUMS = (
     "the library's collective first, on copy engines",
     "; an all-to-all leaves own parts where they are",
+    "; cuBLAS leaves units to the sums of reductions",
 )
 
 _BY_NAME = {
@@ -157,6 +161,9 @@ _BY_NAME = {
         Strategy("priority", "priority", _BASE, Mover.LIBRARY, _URGENT, 1, preference=30),
         Strategy("copy_engines", "conccl", _FIRST, Mover.DMA, _ENGINES, preference=10),
         Strategy("copy_engines_partition", "conccl_rp", _FIRST, Mover.DMA, _ENGINES + _FEWER, partition=_FEWER_UNITS),
+        Strategy(
+            "copy_engines_sums", "conccl_sums", _FIRST, Mover.DMA, _ENGINES + _SUMS, partition=Partition(requested=True)
+        ),
         Strategy("copy_engines_left", "conccl_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _LEFT),
         Strategy("nccl_copy_engines", "nccl_ce", _FIRST, Mover.LIBRARY_DMA, _LIBRARY_ENGINES),
         # Those of Sidelane's kernels that win a result row (tests/wins.toml).
@@ -167,22 +174,26 @@ _BY_NAME = {
 }
 
 # The rule of ``auto``. Copy engines move bytes beside a computation and take no units from it. They cannot add, so the
-# sum of a large all-reduce waits for a GEMM that holds all units; kernels on a few units of their own wait for nobody.
-# The rule was made after a look at 149 pairs of ``results`` (docs/guide/overlap.md, "Let Sidelane choose"), which
+# sum of a large reduction waits for a GEMM that holds all units, unless cuBLAS leaves some of them to it.
+# The rule was made after a look at the pairs of ``results`` (docs/guide/overlap.md, "Let Sidelane choose") that
 # tests/c3/test_c3_rule.py decides again.
 
 LARGE_BYTES = 256 << 20
-"""Bytes from which on an all-reduce counts as large. Smaller ones than of 512 MiB were not measured beside a GEMM."""
+"""Bytes from which on a reduction counts as large. Smaller ones were not measured beside a single GEMM."""
 
 OPERATIONS_A_BYTE = 300
 """Operations for each byte of its operands from which on a GEMM counts as compute-bound: an H100 does 295 in bfloat16
 in the time of a byte, an H200 206."""
 
-REDUCTION_UNITS = ((0.4, 8), (0.6, 16))
-"""Units for an all-reduce, after the largest ratio of its time to the GEMM's for which they are taken. Longer ones need
-so many that the GEMM loses more: with ordinary tensors 21% of the time (results/h200x2/overlap-reductions.txt)."""
+SPARED = (4, 8, 16)
+"""Numbers of units that cuBLAS is asked to leave to sums. GEMMs take as long without 4 of an H200's 132 units, and 3 to
+7% longer without 16 (results/notes/overlap.md, "Reductions")."""
 
-ENGINES, KERNELS, SERIAL = "copy_engines", "kernels_partition", "serial"
+SUM_BYTES_A_US = 47e3
+"""Bytes of a reduction that a unit adds up in a microsecond beside a GEMM: of two ranks it loads as many, and stores
+half of them."""
+
+ENGINES, SUMS, SERIAL = "copy_engines", "copy_engines_sums", "serial"
 """Names of the strategies that the rule prefers."""
 
 GemmSizes = tuple[int, int, int, str]
@@ -201,8 +212,8 @@ def choose_strategy(
     """Return a strategy for a computation and collectives, none of which depends on another.
 
     1. ``serial``, if copy engines take as long as both in turn: hiding then gains nothing.
-    2. ``kernels_partition``, if all collectives are large all-reduces and the computation is a GEMM that is
-       compute-bound and long enough, with units after ``REDUCTION_UNITS``.
+    2. ``copy_engines_sums``, if all collectives are large reductions whose time on copy engines is known, and the
+       computation is a compute-bound GEMM; with the fewest units that add up all bytes in the time of the longer part.
     3. ``copy_engines``, else the first possible strategy in the order of preference.
 
     Args:
@@ -224,26 +235,31 @@ def choose_strategy(
     >>> find(Kind.ALL_GATHER, 765.0)
     'copy_engines: copy engines leave all units to the computation'
     >>> find(Kind.ALL_REDUCE, 1409.0)
-    'kernels_partition with 8 units: a large all-reduce beside a compute-bound GEMM, of 0.25 of its time'
+    'copy_engines_sums with 4 units: they add up 512 MiB in 5569 us, beside a compute-bound GEMM'
     """
     serial = LaunchMode(named(SERIAL))
     if alone_us is not None and engines_us is not None:
         in_turn_us = compute_us + alone_us
         if engines_us >= in_turn_us and is_possible(serial):
-            reason = f"{serial}: copy engines take {engines_us:.4g} us, both in turn {in_turn_us:.4g} us"
-            return Selection(serial, reason)
-    large = all(kind is Kind.ALL_REDUCE and nbytes >= LARGE_BYTES for kind, nbytes in moves)
-    if alone_us is not None and large and is_compute_bound(product):
-        ratio = alone_us / compute_us
-        units = next((units for most, units in REDUCTION_UNITS if ratio <= most), 0)
-        kernels = LaunchMode(named(KERNELS), units)
-        if units and is_possible(kernels):
-            reason = f"{kernels}: a large all-reduce beside a compute-bound GEMM, of {ratio:.2f} of its time"
-            return Selection(kernels, reason)
+            return Selection(
+                serial, f"{serial}: copy engines take {engines_us:.4g} us, both in turn {in_turn_us:.4g} us"
+            )
+    large = all(kind in REDUCING and nbytes >= LARGE_BYTES for kind, nbytes in moves)
+    if engines_us is not None and large and is_compute_bound(product):
+        time_us, total_bytes = max(compute_us, engines_us), sum(nbytes for _, nbytes in moves)
+        enough = (units for units in SPARED if units * SUM_BYTES_A_US * time_us >= total_bytes)
+        sums = LaunchMode(named(SUMS), next(enough, SPARED[-1]))
+        if is_possible(sums):
+            return Selection(
+                sums,
+                f"{sums}: they add up {total_bytes >> 20} MiB in {time_us:.4g} us, beside a compute-bound GEMM",
+            )
     for strategy in sorted(strategies(), key=lambda one: one.preference):
         if is_possible(mode := LaunchMode(strategy)):
-            preferred = "copy engines leave all units to the computation"
-            others = f"the first in order of preference, as {ENGINES} does not run here"
+            preferred, others = (
+                "copy engines leave all units to the computation",
+                f"the first in order of preference, as {ENGINES} does not run here",
+            )
             return Selection(mode, f"{mode}: {preferred if strategy.name == ENGINES else others}")
     raise ValueError("choose_strategy: is_possible (value=no strategy, allowed=one or more)")
 

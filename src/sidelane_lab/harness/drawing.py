@@ -84,6 +84,7 @@ NAMES = {
     "sm_target": "Sidelane (kernels), a GEMM on fewer SMs",
     "conccl": "Sidelane (copy engines)",
     "conccl_rp": "Sidelane (copy engines), a GEMM on fewer SMs",
+    "conccl_sums": "Sidelane (copy engines), SMs left to sums",
     "conccl_left": "Sidelane (copy engines), own part left",
     # Ways of the steps that `sidelane plan` predicts.
     "dma all-gather": "all-gathers on copy engines",

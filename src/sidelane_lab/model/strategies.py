@@ -146,6 +146,8 @@ def objection(strategy: Strategy, machine: Machine | None = None) -> str:
     """Return why the model does not speak to a strategy on a machine, or on some; empty where it does."""
     if machine is not None and machine.nodes > 1 and (reason := _objection_among_nodes(strategy)):
         return f"not predicted among nodes: {reason}"
+    if strategy.partition is not None and strategy.partition.requested:
+        return "not predicted: sums on units that cuBLAS leaves to them are not modelled"
     match strategy.mover:
         case Mover.SM if machine is None or machine.kernels is None:
             return "not predicted: the description has no times of Sidelane's own kernels"

@@ -39,8 +39,9 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from sidelane.c3.partitions import DevicePartitions, PairStreams
+from sidelane.c3.partitions import DevicePartitions, PairStreams, why_none
 from sidelane.c3.strategies import Order, Strategy
+from sidelane.execute.cuda.partition import spared
 from sidelane_lab.harness.ways import Problem, Way
 from sidelane_lab.pairs.spans import Beginning, ComputePart
 from sidelane_lab.pairs.workload import BAG_READS, ComputeKind, Gemm, Workload
@@ -111,19 +112,23 @@ class Pair:
             return lambda: self._serial(run)
         if self._streams is None:
             return lambda: self._on_threads(strategy, run)
-        streams = self._streams
-        if units and strategy.partition is not None:
+        streams, compute = self._streams, self._gemm.run
+        if units and strategy.partition is not None and strategy.partition.requested:
+            compute = spared(units)(compute)
+        elif units and strategy.partition is not None:
             assert self._partitions is not None, "without them the strategy is refused"
             streams = self._partitions.streams(units, streams, confine=strategy.mover.takes_units)
-        return lambda: self._on_streams(strategy, run, streams)
+        return lambda: self._on_streams(strategy, run, streams, compute)
 
     def _serial(self, run: Beginning) -> None:
         self._gemm.run()
         run.start()()
 
-    def _on_streams(self, strategy: Strategy, run: Beginning, streams: PairStreams) -> None:
+    def _on_streams(
+        self, strategy: Strategy, run: Beginning, streams: PairStreams, compute: Callable[[], object]
+    ) -> None:
         operations: list[tuple[torch.cuda.Stream, Callable[[], object]]] = [
-            (streams.gemm, self._gemm.run),
+            (streams.gemm, compute),
             (streams.urgent if strategy.priority else streams.collective, run.start),
         ]
         if strategy.order is Order.COLLECTIVE_FIRST:
@@ -208,7 +213,7 @@ def refusal(strategy: Strategy, partitions: DevicePartitions | None, no_partitio
         return ""
     if partitions is None:
         return no_partitions
-    return instruments.attempt(partitions.objection) or ""
+    return instruments.attempt(functools.partial(why_none, strategy.partition, partitions, no_partitions)) or ""
 
 
 class GemmRun:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
-from sidelane.c3.strategies import Mover, Order, named
+from sidelane.c3.strategies import Mover, Order, Partition, named
 from sidelane_lab.harness.study import FlatRow
 from sidelane_lab.pairs.heuristics import KernelDemand, launch_order, rule_of, units_for, units_to_spare
 from sidelane_lab.pairs.isolated import Isolated
@@ -183,7 +183,8 @@ def _library(known: Isolated) -> str | None:
 
 def _spared(sweep: Sweep, known: Isolated) -> Judged:
     """Run beside copy engines with all units, or without those to spare."""
-    times = {way: us for way, us in sweep.times_us.items() if named(way[0]).mover is Mover.DMA}
+    engines = (Mover.DMA, None), (Mover.DMA, Partition(memory_bound_only=True))
+    times = {way: us for way, us in sweep.times_us.items() if (named(way[0]).mover, named(way[0]).partition) in engines}
     if len(times) < 2:
         return "copy engines were not run with and without units taken from the GEMM", None, {}
     found = units_to_spare(known, sweep.workload.gemm)

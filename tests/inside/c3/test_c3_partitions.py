@@ -134,7 +134,7 @@ def test_a_pair_runs_on_the_lanes_of_its_partition() -> None:
     with Workers() as workers:
         pairs = Pair(work, usual, workers, Parts())  # type: ignore[arg-type]
         seen: list[Any] = []
-        pairs._on_streams = lambda strategy, run, streams: seen.append(streams)  # type: ignore[method-assign]
+        pairs._on_streams = lambda strategy, run, streams, compute: seen.append(streams)  # type: ignore[method-assign]
         for name, units in (("c3_rp", 8), ("c3_rp", 16), ("conccl_rp", 8), ("conccl_rp", 0), ("conccl", 0)):
             pairs.launch(named(name), work, units)()  # type: ignore[arg-type]
     assert [(streams.gemm, streams.collective) for streams in seen] == [

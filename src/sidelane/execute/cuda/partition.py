@@ -1,13 +1,21 @@
-"""Two disjoint sets of a device's SMs, each with its own streams: green contexts.
+"""Two disjoint sets of a device's SMs, each with its own streams: green contexts; and SMs that cuBLAS leaves to others.
 
-Both result from one split of the device's resource: contexts that are made one by one, each from the whole device, may
-get the same SMs.
+Both sets result from one split of the device's resource: contexts that are made one by one, each from the whole device,
+may get the same SMs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from sidelane.errors import UnavailableError
 
@@ -98,3 +106,33 @@ class UnitSplit:
             self._streams.append(call("cuGreenCtxStreamCreate", context, non_blocking, priority))
         normal, urgent = self._streams[-2:]
         return SmGroup(resource.sm.smCount, int(normal), int(urgent))
+
+
+@functools.cache
+def cublas() -> Any:
+    """Return the cuBLAS of this process; None if there is none, or several of which one is torch's."""
+    with contextlib.suppress(OSError, ValueError):
+        (path,) = {*re.findall(r"/\S+/libcublas\.so\S*", Path("/proc/self/maps").read_text(encoding="utf-8"))}
+        return ctypes.CDLL(path)
+    return None
+
+
+@contextlib.contextmanager
+def spared(units: int) -> Iterator[None]:
+    """Let cuBLAS leave a number of the current device's SMs to others, for GEMMs that this thread launches in a block.
+
+    It is a request: cuBLAS launches blocks for fewer SMs, and may choose another kernel. A handle belongs to a thread
+    and reads the number at a launch, so that the number before is put back as soon as the block ends.
+    """
+    library, handle, before, device = (
+        cublas(),
+        ctypes.c_void_p(torch.cuda.current_blas_handle()),
+        ctypes.c_int(),
+        torch.cuda.get_device_properties(torch.cuda.current_device()),
+    )
+    library.cublasGetSmCountTarget(handle, ctypes.pointer(before))
+    library.cublasSetSmCountTarget(handle, device.multi_processor_count - units)
+    try:
+        yield
+    finally:
+        library.cublasSetSmCountTarget(handle, before)

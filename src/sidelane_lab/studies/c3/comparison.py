@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sidelane.c3.partitions import DevicePartitions, PairStreams, shares
+from sidelane.c3.partitions import DevicePartitions, PairStreams, units_to_try
 from sidelane.c3.strategies import LaunchMode, Mover, Strategy
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.choice.selection import Selection
@@ -155,7 +155,9 @@ def run_workload(
         if (reason := refusal(strategy, partitions, no_partitions, instruments))
     }
     tried = {
-        strategy.code: shares(partitions.units) if applies(strategy.partition, memory_bound) else (0,)
+        strategy.code: units_to_try(strategy.partition, partitions.units)
+        if applies(strategy.partition, memory_bound)
+        else (0,)
         for strategy in confined
         if strategy.partition is not None and partitions is not None
     }

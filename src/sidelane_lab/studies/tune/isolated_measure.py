@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sidelane.c3.partitions import SMALLEST_SHARE, DevicePartitions, PairStreams, shares
+from sidelane.c3.partitions import SMALLEST_SHARE, DevicePartitions, PairStreams, shares, units_to_try
 from sidelane.c3.strategies import Strategy, strategies
 from sidelane.choice.candidate import DMA, SM
 from sidelane.machine import local
@@ -270,7 +270,7 @@ class Bench:
     def _units_of(self, strategy: Strategy) -> tuple[int, ...]:
         if strategy.partition is None or self._partitions is None:
             return (0,)
-        return shares(self._partitions.units)
+        return units_to_try(strategy.partition, self._partitions.units)
 
     # --- a GEMM beside traffic ----------------------------------------------------------------------------------------
 
