@@ -40,7 +40,11 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     assert all(f"rank {rank} of 2 on cpu" in said for rank in range(2))
 
 
-RING, ROWS = "examples/ring_attention.py", "results/scripts/rows_beside.py"
+RING, ROWS, USERBUFFERS = (
+    "examples/ring_attention.py",
+    "results/scripts/rows_beside.py",
+    "results/scripts/userbuffers.py",
+)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +53,7 @@ RING, ROWS = "examples/ring_attention.py", "results/scripts/rows_beside.py"
         (RING, ("--tokens", "72"), 1, "results and gradients as with the whole sequence", 1),
         (RING, ("--tokens", "72"), 3, "results and gradients as with the whole sequence", 3),
         (ROWS, ("rows.json",), 3, " True ", 4),  # its ways
+        (USERBUFFERS, ("userbuffers.json",), 2, '"correct": true', 4),  # two ways of two operators
     ],
 )
 def test_programs_among_any_number_of_ranks(

@@ -5,16 +5,21 @@
 Its layers ``Linear`` with ``ub_overlap_rs`` (a GEMM and a reduce-scatter, row-parallel) and ``ub_overlap_ag`` (an
 all-gather and a GEMM, column-parallel), forward only, each by ``ring_exchange`` and the reduce-scatter by ``pipeline``
 too, with copy engines and with SMs. All in CUDA graphs of one call, in turns, the median of nine samples of ten
-replays, the slower rank. Results are compared with NCCL's before and after. ``pack_userbuffers.sh`` brings it along.
+replays, the slower rank. ``pack_userbuffers.sh`` brings it along.
+
+A capture computes nothing. So each check, before the samples and after them, overwrites the result, replays the graph,
+and compares with products and sums in float32. CPU ranks check the library's way and Sidelane's, without times.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import statistics
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,10 +30,14 @@ import torch.distributed as dist
 from sidelane import Communicator, ops
 from sidelane_lab.harness.provenance import heading
 
-try:
-    import transformer_engine.pytorch as engine
-except ImportError as error:
-    raise SystemExit(f"userbuffers: TransformerEngine is required (pack_userbuffers.sh packs it): {error}") from None
+ON_GPU = torch.cuda.is_available()
+if ON_GPU:
+    try:
+        import transformer_engine.pytorch as engine
+    except ImportError as error:
+        raise SystemExit(
+            f"userbuffers: TransformerEngine is required (pack_userbuffers.sh packs it): {error}"
+        ) from None
 
 RS, AG = "gemm_reduce_scatter", "all_gather_gemm"
 SHAPES = (
@@ -36,6 +45,8 @@ SHAPES = (
     *((RS, 8192, 14336, 8192), (AG, 4096, 8192, 14336)),
 )
 """Rows, depth and columns of a rank; the first four have one size of the buffer, the last two another."""
+
+CPU_SHAPES = ((RS, 24, 40, 16), (AG, 6, 16, 40))
 
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
     RS: {
@@ -50,6 +61,17 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
 }
 NAMES = {RS: "proj", AG: "qkv"}
 Call = Callable[[], torch.Tensor]
+
+
+class Eager:
+    """A call where there are no graphs. Its replay writes to the same result."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.result = call, torch.empty_like(call())
+
+    def replay(self) -> None:
+        """Make the call."""
+        self.result.copy_(self.call())
 
 
 def layer(
@@ -79,8 +101,11 @@ def layer(
     return found
 
 
-def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Return a graph of one call, and its result."""
+def captured(call: Call) -> tuple[Any, torch.Tensor]:
+    """Return a graph of one call, and its result, which no replay has written yet."""
+    if not ON_GPU:
+        eager = Eager(call)
+        return eager, eager.result
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -89,6 +114,27 @@ def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         result = call()
     return graph, result
+
+
+def distance(graph: Any, result: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return how far a fresh replay's result is from ``wanted``, over its norm; infinite where none is written."""
+    result.fill_(torch.inf)
+    graph.replay()
+    off = (result.float() - wanted).norm() / wanted.norm()
+    return float(off.nan_to_num(nan=torch.inf, posinf=torch.inf))
+
+
+def exact(op: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the operator's result in float32, of gathered operands. Collective."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    xs = [torch.empty_like(x) for _ in range(n)]
+    dist.all_gather(xs, x)
+    if op == AG:
+        return torch.cat(xs).float() @ weight.float().T
+    weights = [torch.empty_like(weight) for _ in range(n)]
+    dist.all_gather(weights, weight)
+    own = slice(rank * len(x) // n, (rank + 1) * len(x) // n)
+    return torch.stack([a[own].float() @ b.float().T for a, b in zip(xs, weights, strict=True)]).sum(0)
 
 
 def sample(graph: torch.cuda.CUDAGraph, comm: Communicator, replays: int = 10) -> float:
@@ -107,14 +153,17 @@ def sample(graph: torch.cuda.CUDAGraph, comm: Communicator, replays: int = 10) -
 
 def main(out: str) -> None:
     """Measure all shapes, print and write rows."""
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    rank, device = int(os.environ["RANK"]), torch.device("cpu")
+    if ON_GPU:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
     group, n, found = dist.group.WORLD, dist.get_world_size(), list[dict[str, Any]]()
-    with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad(), Communicator() as comm:
-        for op, rows, depth, columns in SHAPES:
+    stream = torch.cuda.stream(torch.cuda.Stream()) if ON_GPU else contextlib.nullcontext()
+    with stream, torch.no_grad(), Communicator(device=device) as comm:
+        for op, rows, depth, columns in SHAPES if ON_GPU else CPU_SHAPES:
             torch.manual_seed(rank)
-            x, weight = (torch.randn(m, depth, device="cuda").bfloat16() for m in (rows, columns))
+            x, weight = (torch.randn(m, depth, device=device).bfloat16() for m in (rows, columns))
             whole = rows if op == RS else n * rows
             gathered, part = x.new_empty(n * rows, depth), x.new_empty(rows // n, columns)
 
@@ -127,23 +176,28 @@ def main(out: str) -> None:
                 return part
 
             ours = functools.partial(getattr(ops, op), comm, x, weight)
-            shape, wanted = f"{rows}x{depth}x{columns} a rank", library().clone()
-            ways: dict[str, Any] = {"nccl": library, "auto": ours} | dict(METHODS[op])
+            shape, wanted = f"{rows}x{depth}x{columns} a rank", exact(op, x, weight)
+            unwritten = types.SimpleNamespace(replay=lambda: None)
+            if distance(unwritten, wanted.bfloat16(), wanted) < torch.inf:
+                raise SystemExit("userbuffers: a graph that writes nothing must not pass the check")
+            ways: dict[str, Any] = {"nccl" if ON_GPU else "gloo": library, "auto": ours}
+            ways |= METHODS[op] if ON_GPU else {}
             for name, way in ways.items():
                 theirs = isinstance(way, dict)
+                row = {"op": op, "shape": shape, "way": name}
                 try:
                     call = functools.partial(layer(op, weight, group, way, whole), x) if theirs else way
                     graph, result = captured(call)
-                    before = float((result.float() - wanted.float()).norm() / wanted.float().norm())
-                    times = [sample(graph, comm) for _ in range(9)]
-                    off = max(before, float((result.float() - wanted.float()).norm() / wanted.float().norm()))
-                    worst = torch.tensor([statistics.median(times), off], device="cuda")
+                    offs = [distance(graph, result, wanted)]
+                    times = [sample(graph, comm) for _ in range(9 if ON_GPU else 0)]
+                    offs.append(distance(graph, result, wanted))
+                    worst = torch.tensor([statistics.median(times or [0]), *offs], device=device)
                     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-                    us, off = worst.tolist()
-                    row = {"op": op, "shape": shape, "way": name, "time_us": round(us, 2), "correct": off < 1e-2}
+                    us, *offs = worst.tolist()
+                    row |= {"time_us": round(us, 2) if times else None, "correct": max(offs) < 1e-2, "off": offs}
                     del graph, result, call
                 except Exception as problem:  # a way that a version does not have
-                    row = {"op": op, "shape": shape, "way": name, "time_us": None, "note": str(problem)[:300]}
+                    row |= {"time_us": None, "note": str(problem)[:300]}
                 if theirs:
                     torch.cuda.synchronize()
                     engine.destroy_ub()
