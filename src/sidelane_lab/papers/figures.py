@@ -235,9 +235,10 @@ class FigureValues:
         lines = []
         for claim_id, found in self.claims.items():
             claim = published()[claim_id]
+            unit = f" ({claim['unit']})" if claim["unit"].startswith(("percent", "x")) else ""
             values = {one.where: value_text(one.value) for one in found}
             predicted = value_text(predictions[claim_id]) if predictions.get(claim_id) is not None else ""
-            cells = (claim_id, claim["claim"], value_text(claim["value"]), predicted)
+            cells = (claim_id, claim["claim"] + unit, value_text(claim["value"]), predicted)
             lines.append(Line((*cells, *(values.get(where, "") for where in files))))
         columns = ("<claim", "<what", "<published", "<predicted", *(f"<{where}" for where in files))
         return Table(f"{self.title}: values in the text", columns, tuple(lines))
