@@ -27,7 +27,7 @@ from sidelane_lab.papers.measurements import PairReadings, pair_name
 from sidelane_lab.papers.rows import in_file
 from sidelane_lab.sim import Interval, write_chrome_trace
 from sidelane_lab.studies.c3.prediction import SERIAL
-from sidelane_lab.studies.c3.rows import C3Row
+from sidelane_lab.studies.c3.rows import C3Row, name_of
 from sidelane_lab.studies.collectives import CollectiveOptions, CollectiveRow
 
 UNDEFINED = "-"
@@ -108,7 +108,7 @@ def _pairs_table(machine: Machine, rows: Sequence[C3Row]) -> Table:
     for _, (serial, *concurrent) in grouped(timed, lambda row: row.pair, ordered=False):
         gemm_us, comm_us = serial.gemm_us or 0.0, serial.comm_us or 0.0
         times = (f"{gemm_us / 1e3:.3g}", f"{comm_us / 1e3:.3g}", f"{ideal_speedup(gemm_us, comm_us):.2f}")
-        heads = [row.strategy for row in concurrent]
+        heads = [name_of(row) for row in concurrent]
         percents = [UNDEFINED if row.percent_of_ideal is None else f"{row.percent_of_ideal:.0f}" for row in concurrent]
         given = [f"@{row.units}" if row.units else "" for row in concurrent]
         cells = [percent + units for percent, units in zip(percents, given, strict=True)]
@@ -123,9 +123,8 @@ def _pairs_table(machine: Machine, rows: Sequence[C3Row]) -> Table:
         f"{UNDEFINED}: not meaningful (less than 5% to gain, or a net loss)",
         *([] if example is None else [_units_note(example)]),
         "class: the longer of the two alone, the GEMM (G) or the collective (C); lib.: the vendor library's collective",
-        "strategies: "
-        + "; ".join(f"{head} ({named(head).name}): {named(head).recipe.replace(';', ',')}" for head in heads),
-        *notes_of(list(dict.fromkeys((row.strategy, row.note) for row in rows if row.time_us is None))),
+        "strategies: " + "; ".join(f"{head}: {named(head).recipe.replace(';', ',')}" for head in heads),
+        *notes_of(list(dict.fromkeys((name_of(row), row.note) for row in rows if row.time_us is None))),
     )
     return Table(title, columns, tuple(lines), notes)
 
@@ -137,7 +136,7 @@ def _units_note(row: C3Row) -> str:
 
 def _heading(name: str) -> str:
     """Write a strategy in columns narrow enough for a terminal of 80."""
-    return name.replace("c3_", "c3\n").replace("l_rp", "l\n_rp").replace("prior", "prior-\n")
+    return name.replace("_", "_\n")
 
 
 def averages_table(pairs: PairReadings) -> Table:
