@@ -52,7 +52,7 @@ def test_a_shell_completes_commands_options_and_machines() -> None:
 
     assert completed("pl") == ["plan"] and completed("plan", "--mo") == ["--model"]
     assert completed("plan", "--machine", "H200") == ["h200x2", "h200x2-host", "h200x4", "h200x8", "h200x8x2"]
-    for words in (("explain", "all_gather", "1M"), ("claims",), ("replay", "step.json"), ("collective",), ("c3",)):
+    for words in (("explain", "all_gather", "1M"), ("claims",), ("figure",), ("collective",), ("c3",)):
         assert completed(*words, "--machine", "mi250") == ["mi250x8"], words
     assert completed("plan", "--machine", "./mine") == ["./mine"], "a file"
 

@@ -44,8 +44,8 @@ def test_the_notes_of_predicted_pairs_explain_the_columns(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r" (-?\d+)@(\d+) .*\b\1@\2: \1, with \2 compute units for the collective alone", shown)
     assert (
-        "c3_sp (collective_first): two streams, the collective first; c3_rp (partition): the GEMM first" in shown
-        and "c3_base:" not in shown
+        "collective_first: two streams, the collective first; partition: the GEMM first" in shown
+        and "compute_first:" not in shown
     )
 
 

@@ -337,17 +337,3 @@ def _plan(**parameters: Any) -> None:
 
 
 plan = command("plan", _plan, (PlanOptions,), heading=PREDICT, hints=HINTS)
-
-
-@click.command(
-    cls=GroupedCommand,
-    heading=PREDICT,
-    examples=(("sidelane replay step.json --machine h200x4", "a PyTorch profile"),),
-)
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@where("--machine", default="", type=MACHINE_NAME, help="As of plan --trace.", show_default="the recorded")
-@json_option
-def replay(trace: Path, machine: str, json: Path | None) -> None:
-    """Plan a recorded step: the name that plan --trace had before."""
-    with plain_errors():
-        loaded("traces.command").main(PlanOptions(trace=trace, machine=machine, json=json))

@@ -448,7 +448,7 @@ class Machine:
         """
         if self.nodes > 1:
             text = (
-                "what crosses nodes is modelled for collective, explain, plan, replay, pairs of c3, fused operators "
+                "what crosses nodes is modelled for collective, explain, plan, pairs of c3, fused operators "
                 "and given programs"
             )
             raise ValueError(f"{what}: nodes of {self.name} (value={self.nodes}, allowed=1; {text})")
