@@ -54,7 +54,6 @@ COMMANDS: dict[str, set[str]] = {
     "collective --machine mi300x8": PREDICTED,
     "phases --machine mi300x8 --max-bytes 1K": PREDICTED,
     "plan --trace STEP.json --machine mi300x8": PREDICTED,
-    "replay STEP.json --machine mi300x8": PREDICTED,
     "recorder DUMP": {"ranks", "findings"},
     f"regress {RESULTS} {RESULTS}": {"study", "noise", "lost", "rows"},
 }
