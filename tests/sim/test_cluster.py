@@ -148,7 +148,7 @@ def test_pairs_among_nodes(kind):
 
 def test_pairs_among_nodes_say_what_is_not_modelled():
     shown = run("c3 cb1_64M --machine h100x8x2 --strategy conccl --strategy c3_rp --collective all_gather")
-    assert shown.exit_code == 0 and "c3_rp: not predicted among nodes" in " ".join(shown.output.split())
+    assert shown.exit_code == 0 and "partition: not predicted among nodes" in " ".join(shown.output.split())
     for words, what in (
         ("c3", "c3 without pairs, which is the ConCCL paper's study"),
         ("c3 cb1_64M --study heuristics", "c3 --study heuristics"),

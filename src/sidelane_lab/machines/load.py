@@ -144,7 +144,7 @@ def named(name: str) -> Machine:
     if base is None or not (0 < gpus <= most and nodes <= MOST_NODES):
         kind = _plain(name).replace(" ", "-")
         kind = next((one for one in (kind, gpu) if one in _gpus()), "") or re.sub(
-            r"^(\d+ ?x? ?)+(?=\D)|( ?x ?\d+)+$", "", _plain(name)
+            r"^(\d++ ?(x ?)?)+(?=\D)|( ?x ?\d++)+$", "", _plain(name)
         )
         near = [f"{_gpus()[one]}x{one}" for one in difflib.get_close_matches(kind, _gpus(), 3, 0)]
         few = f"up to {most} of these GPUs in a node are described" if most else "these GPUs are not described"
