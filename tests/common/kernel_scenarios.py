@@ -284,11 +284,11 @@ def _broadcast(world: World, sizes: list[int], way: str, root: int, seed: int) -
     world.release()
 
 
-def lists(world: World, calls: str = "4") -> None:
+def lists(world: World, calls: str = "4", first: str = "0") -> None:
     """Lists of tensors by one kernel: every kind, odd sizes next to even ones, calls at once after each other."""
     delay = random.Random(world.rank)
     draw = random.Random(5)  # alike on all ranks
-    for call in range(int(calls)):
+    for call in range(int(first), int(calls)):
         counts = [draw.choice((1, 3, 8, 64, 700, 2503)) for _ in range(draw.randint(1, 5))]
         for kind in ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "two_shot"):
             for way in ("block flags", "pull", "symmetric", "host"):

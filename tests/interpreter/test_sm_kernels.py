@@ -42,8 +42,8 @@ def test_reducing_in_chunks(run: Run, dtype: str, world_size: int) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("world_size", "calls"), [long(1, 4), (3, 2), long(3, 4)])
-def test_lists(run: Run, world_size: int, calls: int) -> None:
+@pytest.mark.parametrize(("world_size", "calls"), [long(1, "4"), (3, "1"), (3, "2:1"), long(3, "4")])
+def test_lists(run: Run, world_size: int, calls: str) -> None:
     run(f"lists:{calls}", world_size)
 
 
