@@ -34,7 +34,7 @@ def chosen(compute_us: float, kind: Kind = Kind.ALL_REDUCE, nbytes: int = LARGE_
     [(1500.0, 500.0, 4), (1400.0, 500.0, 8), (700.0, 500.0, 16), (100.0, 90.0, 16), (700.0, 750.0, 8)],
 )
 def test_units_grow_with_the_bytes_of_a_microsecond(compute_us: float, engines_us: float, units: int) -> None:
-    """Of 256 MiB four units of 47 KB add up all in 1428 us, eight in 714; the longer of both times counts."""
+    """Four units of 47 KB/us add up 256 MiB in 1428 us, eight in 714; the longer of both times counts."""
     for kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
         assert chosen(compute_us, kind, engines_us=engines_us) == f"copy_engines_sums with {units} units"
     assert chosen(2 * compute_us, nbytes=2 * LARGE_BYTES, engines_us=2 * engines_us).endswith(f"with {units} units")

@@ -316,7 +316,7 @@ def test_the_answer_begins_as_the_guide_says(words, first):
     ],
 )
 def test_a_plan_is_of_what_was_asked_for(words, text):
-    """What does not fit is planned for the way that needs the least; ranks share a sequence; nodes are not one node."""
+    """A step that does not fit is planned the way that needs least; ranks share a sequence; nodes are not one node."""
     shown = CliRunner().invoke(plan, ["--model", "8b", "--machine", *words.split()])
     assert shown.exit_code == 0 and re.search(text, " ".join(shown.stdout.split())), shown.output
 
