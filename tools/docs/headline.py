@@ -49,9 +49,12 @@ LINES: list[Line] = [
         (f"token of Llama 3.1 8B, {sequences} sequence{'s' * (sequences > 1)}, engine of {name}", "plug-in", KERNELS,
          "h200x2/engines.json", {"server": server, "sequences": sequences},
          ({"implementation": server}, {"implementation": "sidelane"}), ("ms_per_token", "ms"))
-        for server, name, sequences in (("vllm", "vLLM 0.26.0", 1), ("vllm", "vLLM 0.26.0", 64),
-                                        ("sglang", "SGLang 0.5.15", 64))
+        for server, name, sequences in (("vllm", "vLLM 0.26.0", 1), ("vllm", "vLLM 0.26.0", 64))
     ),
+    ("token of Llama 3.1 8B, 64 sequences, engine of SGLang 0.5.15", "plug-in", "SGLang's kernels",
+     "h200x2/engines.json", {"server": "sglang", "sequences": 64, "commit": "1591a80c",
+                             "all_reduce": "CustomAllReduceV2"},
+     ({"implementation": "sglang"}, {"implementation": "sidelane"}), ("ms_per_token", "ms")),
     ("the same, vLLM 0.26.0's layers in batch-invariant mode, where vLLM takes NCCL", "plug-in", KERNELS,
      "h200x2/servers.json", {"model": "llama-3.1-8b", "sequences": 64, "peers": "nvlink", "batch_invariant": True},
      ({"implementation": ("nccl", "vllm")}, {"implementation": "sidelane"}), ("ms_per_token", "ms")),
@@ -88,8 +91,8 @@ def headline() -> Cells:
     for what, door, by, file, where, sides, (column, unit) in LINES:
         both = [best(rows_of(file), {**where, **side}, column) for side in sides]
         assert all(both), f"{file} lacks a row of {where}"
-        times = (f"{short(one)} {unit}" for one in both)
-        cells.append([what, door, by, *times, f"**{ratio(rows_of(file), where, *sides, column)}**", run(file)])
+        faster = f"**{ratio(rows_of(file), where, *sides, column)}**", run(file, {**where, **sides[1]})
+        cells.append([what, door, by, *(f"{short(one)} {unit}" for one in both), *faster])
     return cells
 
 

@@ -24,6 +24,9 @@ NCCL: Where = {"implementation": ("nccl", "nccl_ce")}
 LIBRARIES = ("nccl", "nccl_ce", "symm_mem")
 OTHERS: Where = {"implementation": LIBRARIES}
 
+NEWER = {"1591a80c": ("11-30", "0.3.0")}
+"""Day and version of the runs of rows that are newer than their file, by the commit of the rows."""
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 EAGER: Where = {"launch": "eager"}
@@ -55,17 +58,23 @@ def rows_of(*names: str) -> list[Row]:
     return [row for name in names for row in load(name)["rows"]]
 
 
-def run(file: str) -> str:
-    """Link a file, with its day, Sidelane's version and NCCL's."""
+def run(file: str, where: Where | None = None) -> str:
+    """Link a file, with the day and Sidelane's version of its rows that have all these values, and NCCL's."""
     of = load(file)
-    return f"[{of['date'][5:10]}, {of['software']['sidelane']}, NCCL {of['software']['nccl']}](results/{file})"
+    commit = matching(of["rows"], where)[0].get("commit", "") if where else ""
+    day, version = NEWER.get(commit, (of["date"][5:10], of["software"]["sidelane"]))
+    return f"[{day}, {version}, NCCL {of['software']['nccl']}](results/{file})"
+
+
+def matching(rows: Iterable[Row], where: Where) -> list[Row]:
+    """Return the rows that have all these values (one of a tuple's)."""
+    allowed = [(key, value if isinstance(value, tuple) else (value,)) for key, value in where.items()]
+    return [row for row in rows if all(row.get(key) in values for key, values in allowed)]
 
 
 def best(rows: Iterable[Row], where: Where, column: str = "time_us") -> float | None:
-    """Return the least of a column among rows that have all these values (one of a tuple's); None without any."""
-    allowed = [(key, value if isinstance(value, tuple) else (value,)) for key, value in where.items()]
-    found = [row[column] for row in rows if all(row.get(key) in values for key, values in allowed)]
-    return min((one for one in found if one is not None), default=None)
+    """Return the least of a column among rows that have all these values; None without any."""
+    return min((row[column] for row in matching(rows, where) if row[column] is not None), default=None)
 
 
 def is_possible(row: Row) -> bool:
@@ -87,9 +96,7 @@ def ratios(rows: Iterable[Row], others: Sequence[str] = LIBRARIES) -> dict[tuple
     """Return how many times as fast ``auto`` is as the best of the others, for each way to call that both have."""
     ours: dict[tuple[Any, ...], float] = {}
     theirs: dict[tuple[Any, ...], float] = {}
-    for row in rows:
-        if row["time_us"] is None:
-            continue
+    for row in (row for row in rows if row["time_us"] is not None):
         point = tuple(row.get(key) for key in ("collective", "bytes", "in_place", "launch", "tensors"))
         if row["implementation"] == "auto" and is_one_call(row):
             ours[point] = min(row["time_us"], ours.get(point, math.inf))

@@ -124,10 +124,8 @@ def exposed(machine: str) -> Cells:
 
 
 def _predicted(row: Row | None) -> str:
-    if row is None:
-        return ""
-    guess = "-" if row["predicted_ms"] is None else f"{row['predicted_ms']:.3g}"
-    return f"{guess}, {row['exposed_ms']:.3g}"
+    guess = row and ("-" if row["predicted_ms"] is None else f"{row['predicted_ms']:.3g}")
+    return f"{guess}, {row['exposed_ms']:.3g}" if row else ""
 
 
 def errors(machine: str) -> Cells:
