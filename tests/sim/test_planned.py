@@ -326,7 +326,19 @@ def test_a_plan_is_of_what_was_asked_for(words, text):
     [
         ("--model 8b", "on which machine. Say --machine 8xh100"),
         ("--model 8b --machine h100", "say how many, such as 8xh100"),
-        ("--model 8b --machine 8xh100 --tp 3", "--tp 3 does not divide the 8 GPUs of a node"),
+        (
+            "--model 8b --machine 8xh100 --tp 3",
+            "--tp 3 does not divide the 8 GPUs of a node evenly; say --tp 1 or 2 or",
+        ),
+        ("--model 8b --machine 8xh100 --tp 16", "--tp 16 does not divide the 8 GPUs .*; say --tp 1 or 2 or 4 or 8 "),
+        (
+            "--model mixtral-8x7b --machine 8xh100 --tp 4 --ep 4",
+            "--tp 4 times --ep 4 is 16 .*with --tp 4 say --ep 1 or 2 ",
+        ),
+        ("--model mixtral-8x7b --machine 8xh100 --tp 2 --ep 8", "--tp 2 times --ep 8 is 16 ranks"),
+        ("--model mixtral-8x7b --machine 6xh100 --tp 2 --ep 2", "--tp 2 times --ep 2 is 4 .*with --tp 2 say --ep 1 "),
+        ("--model mixtral-8x7b --machine 6xh100 --ep 4", "--ep 4 does not divide the 6 GPUs .*; say --ep 1 or 2 "),
+        ("--model 8b --machine 8xh100 --tp 2 --ep 3", "--ep 3: llama-3.1-8b has no experts"),
         ("--model 8b --machine 8xh100 --dtype fp8", "--dtype fp8 is for --serve; for training say float32 or bfloat16"),
         ("--model 8b --machine 8xh100 --tokens 100", "add --sequence 100"),
         (
@@ -342,7 +354,7 @@ def test_a_plan_is_of_what_was_asked_for(words, text):
         ("--model layers=2,hidden=4096,heads=0,feed=99 --machine 8xh100", "heads .*allowed=a whole number"),
         ("--model 8b --machine 8xh100 --tp 0", "--tp"),
         ("--model 8b --machine 8xh100 --tp 8 --cp 8", "--tp 8 times --cp 8 is 64 ranks, .* the 8 GPUs of a node"),
-        ("--model 8b --machine 8xh100 --tp 2 --cp 8", "--tp 2 times --cp 8 is 16 ranks"),
+        ("--model 8b --machine 8xh100 --tp 2 --cp 8", "--tp 2 times --cp 8 is 16 .*with --tp 2 say --cp 1 or 2 or 4 "),
         ("--model 8b --machine 8xh100 --cp 2 --sequence 5001", "--cp 2 does not divide the 15003 tokens"),
         ("--model 8b --machine 8xh100 --sequence 0", "'--sequence': must be at least 1"),
         ("--model 8b --machine 8xh100 --tokens 0", "'--tokens': must be at least 1"),

@@ -25,7 +25,7 @@ from sidelane_lab.model import serving
 from sidelane_lab.model.collectives import PCIE_GBPS
 from sidelane_lab.model.layer import WEIGHT_BYTES, Step, StepMemory, head_us, optimizer_us, parallel_us, step_memory
 from sidelane_lab.model.training import DDP, FSDP, HSDP, STRATEGIES, WAYS, StepTimes, step_times, sustained
-from sidelane_lab.model.transformer import read_model
+from sidelane_lab.model.transformer import Transformer, read_model
 
 MACHINE = "h100x8x2"
 """Machine of a plan for several nodes that names none: nodes of eight H100s on rails."""
@@ -203,12 +203,7 @@ def main(options: PlanOptions) -> None:
     if counts == (1,) and options.report is not None:
         raise ValueError("plan: --report (allowed=with several nodes)")
     tensor = options.tensor or 1
-    for flag, ranks in (("--tp", tensor), ("--cp", options.context), ("--ep", options.experts)):
-        if machine.gpus % ranks:
-            raise ValueError(f"plan: {flag} {ranks} does not divide the {machine.gpus} GPUs of a node evenly")
-    if machine.gpus % (ranks := tensor * options.context):
-        ways = f"--tp {tensor} times --cp {options.context}"
-        raise ValueError(f"plan: {ways} is {ranks} ranks, which do not divide the {machine.gpus} GPUs of a node evenly")
+    _refuse_uneven_ranks(machine, model, {"--tp": tensor, "--cp": options.context, "--ep": options.experts})
     step = Step(
         *(model.divided(tensor), options.pass_tokens, options.sequence, False, options.context, tensor),
         *(options.experts, options.optimizer, options.dtype),
@@ -233,6 +228,20 @@ def main(options: PlanOptions) -> None:
     if options.report is not None:
         draw_plans(plans, options.report)
     say_written(write_report(options.json, options.report, "plan", machine, rows, f"plan-{model.name}-nodes"))
+
+
+def _refuse_uneven_ranks(machine: Machine, model: Transformer, given: dict[str, int]) -> None:
+    """Refuse ranks that do not divide a node, alone or with --tp, whose ranks have parts of the same experts."""
+    shared = {"--tp": model.heads, "--cp": 0, "--ep": model.experts}  # a model without experts is refused as such
+    for first, flag in (("", "--tp"), ("", "--cp"), ("", "--ep"), ("--tp", "--cp"), ("--tp", "--ep")):
+        tensor, ranks = given.get(first, 1), given[flag]
+        if machine.gpus % (tensor * ranks) and (flag != "--ep" or model.experts):
+            possible = (n for n in range(1, machine.gpus + 1) if not (machine.gpus % (tensor * n) or shared[flag] % n))
+            product = f"{first} {tensor} times {flag} {ranks} is {tensor * ranks} ranks, which do"
+            raise ValueError(
+                f"plan: {product if first else f'{flag} {ranks} does'} not divide the {machine.gpus} GPUs of a node "
+                f"evenly; {f'with {first} {tensor} ' * bool(first)}say {flag} {' or '.join(map(str, possible))}"
+            )
 
 
 def with_present_gemms(machine: Machine) -> Machine:
