@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sidelane.c3.partitions import PairStreams
+from sidelane.program.collective import Kind
 from sidelane_lab.harness import running
 from sidelane_lab.harness.study import read
 from sidelane_lab.model import pipeline as model
@@ -129,8 +130,8 @@ def test_figures_of_a_trace() -> None:
 
 def test_the_models_tiles_are_those_of_the_kernel() -> None:
     for ours, theirs in ((OPT1, model.OPT1), (OPT2, model.OPT2)):
-        assert (ours.tile_m, ours.tile_n, ours.tile_k) == (theirs.m, theirs.n, theirs.k)
-        assert (ours.stages, 32 * ours.warps) == (model.STAGES, model.THREADS)
+        sizes = (ours.tile_m, ours.tile_n, ours.tile_k, ours.stages, 32 * ours.warps)
+        assert sizes == (theirs.m, theirs.n, theirs.k, model.STAGES, model.THREADS)
 
 
 def row(**changed: Any) -> OccupancyRow:
@@ -169,22 +170,40 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
         blocks=(1, 3, 0), iterations=3, json=tmp_path / "occupancy.json", report=tmp_path / "report", command="test",
     )  # fmt: skip
     results = running.run(options)
-    assert results is not None
-    assert read(tmp_path / "occupancy.json") == results
+    assert results is not None and read(tmp_path / "occupancy.json") == results
     rows = [row for row in results.rows if isinstance(row, OccupancyRow)]
     wanted = list(itertools.product(("all_reduce", "all_to_all"), (1, 3, 70), (False, True)))
     assert [(one.collective, one.blocks, one.priority) for one in rows] == wanted
     for one in rows:
         assert one.correct, one.note
-        assert one.normalised and one.time_us and one.sequential_us and one.overlap_rate is not None
-        assert 0 <= one.overlap_rate <= 100
+        assert one.normalised and one.time_us and one.sequential_us
+        assert one.overlap_rate is not None and 0 <= one.overlap_rate <= 100
         assert (one.shape, one.implementation, one.iterations) == ("rows", "gloo", 3)
-    page = (tmp_path / "report" / "report.md").read_text()
-    assert "3 iterations" in page
+    assert "3 iterations" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_a_budget_leaves_shapes_out_that_have_a_step_each(capfd: pytest.CaptureFixture[str]) -> None:
+    results = running.run(
+        OccupancyOptions(
+            device="cpu", ranks=2, warmup=0, repeats=1, timeout_s=100.0, workloads=("7x5x6_1K",), iterations=2,
+            collectives=(Kind.ALL_TO_ALL,), blocks=(1, 3, 0), budget_s=1e-9, command="test",
+        )
+    )  # fmt: skip
+    assert results is not None and [(row.blocks, row.correct) for row in results.rows] == [(1, True)] * 2  # type: ignore[attr-defined]
+    printed = " ".join(capfd.readouterr().err.split())
+    name = "7x5x6_1K all_to_all, gloo: rows"
+    assert f"[1/3] {name}, 1 blocks" in printed and "--resume" not in printed
+    assert f"1e-09 s are over; left: {name}, 3 blocks; {name}, 7 blocks" in printed
 
 
 def test_shapes_of_a_gpu() -> None:
     options = OccupancyOptions(shapes=("opt1",), blocks=(1, 1000, 0))
     gemm = SimpleNamespace(m=128, n=65)
-    made = [one.args[:2] for one in occupancy.shapes_of(gemm, (), torch.device("cuda:0"), options)]  # type: ignore[arg-type, attr-defined]
-    assert [(shape.resident, blocks) for shape, blocks in made] == [(None, 1), (None, 4), (1, 4), (2, 4), (4, 4)]
+    made = [*occupancy.shapes_of(gemm, torch.device("cuda:0"), options)]  # type: ignore[arg-type]
+    assert [(shape and shape.resident, blocks) for shape, blocks in made] == [
+        (None, 1),
+        (None, 4),
+        (1, 4),
+        (2, 4),
+        (4, 4),
+    ]

@@ -257,9 +257,7 @@ def test_the_page_holds_everything(tmp_path: Path):
     text = page.read_text()
     assert page.name == "index.html"
     assert not re.findall(r"(?:src|href)=\"(?!data:)", text), "the page needs other files"
-    assert text.count("data:image/svg+xml;base64,") == 2
-    assert "Example &lt;GPU&gt;" in text
-    assert "<any>" not in text
+    assert text.count("data:image/svg+xml;base64,") == 2 and "Example &lt;GPU&gt;" in text and "<any>" not in text
     for name in ("h200x4", "0123abc", "torch 2.11", "copy_engines", "b2b", "could not run"):
         assert name in text
     markdown = (page.parent / "report.md").read_text()

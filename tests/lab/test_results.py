@@ -67,8 +67,7 @@ def test_the_keys_that_other_tools_read():
     assert {"study", "machine", "gpus", "date", "commit", "command", "software", "rows"} <= set(content)
     assert (content["machine"], content["gpus"], content["ranks"]) == ("cpu", 0, 2)
     assert list(C3.to_dict())[: len(C3_KEYS)] == C3_KEYS
-    assert list(COLLECTIVE.to_dict())[: len(COLLECTIVE_KEYS)] == COLLECTIVE_KEYS
-    assert C3.to_dict()["class"] == "C-long"
+    assert list(COLLECTIVE.to_dict())[: len(COLLECTIVE_KEYS)] == COLLECTIVE_KEYS and C3.to_dict()["class"] == "C-long"
     assert COLLECTIVE.to_dict()["time_us"] == 12.346
 
 
@@ -111,8 +110,7 @@ def test_rows_of_older_files_are_of_one_tensor():
     older = {key: value for key, value in COLLECTIVE.to_dict().items() if key != "tensors"}
     assert CollectiveRow.from_dict(older).tensors == 1
     listed = dataclasses.replace(COLLECTIVE, tensors=8, time_us=12.5)
-    assert listed.to_dict()["tensors"] == 8
-    assert CollectiveRow.from_dict(listed.to_dict()) == listed
+    assert listed.to_dict()["tensors"] == 8 and CollectiveRow.from_dict(listed.to_dict()) == listed
 
 
 @pytest.mark.parametrize(
@@ -155,8 +153,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(results.os, "replace", refuse)
     with pytest.raises(OSError, match="disk full"):
         write(path, good)
-    assert path.read_text() == before
-    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():
@@ -260,5 +257,4 @@ def test_a_study_that_is_ended_keeps_its_rows(tmp_path: Path, monkeypatch: pytes
     options = study.StudyOptions(device="cpu", ranks=1, json=path, quiet=True)
     with pytest.raises(KeyboardInterrupt):
         study.run_study(STUDY, options)
-    assert list(read(path).rows) == [HOST]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert list(read(path).rows) == [HOST] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -135,6 +135,14 @@ class PairOptions(StudyOptions):
     implementations: tuple[str, ...] = implementations(NAMES)
     warmup: int = count("--warmup", 6, "Rounds before the measured ones.", 0)
     repeats: int = count("--repeats", 9, "Measured rounds.")
+    budget_s: float | None = option(
+        "--budget",
+        None,
+        "Begin no further pair, with --study occupancy no further shape, after so much time.",
+        group=HOW,
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="SECONDS",
+    )
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
@@ -220,9 +228,6 @@ class C3Options(PairOptions):
     )
     resume: bool = option(
         "--resume", False, "Keep what --json has; measure pairs that lack a strategy there.", group=HOW, is_flag=True
-    )
-    budget_s: float | None = option(
-        "--budget", None, "Begin no further pair after so much time.", group=HOW, type=float, metavar="SECONDS"
     )
     known: Isolated | None = None  # isolated times and rows that are there: the study fills them in
     done: frozenset[Key] = frozenset()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 import textwrap
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 import rich.console
 import rich.progress
@@ -24,15 +25,20 @@ from sidelane.errors import Page, SidelaneError, UnavailableError
 from sidelane.machine import local
 from sidelane_lab.harness import report
 from sidelane_lab.harness import study as result_files
-from sidelane_lab.harness.launch import LaunchTarget, Rank, choose_target, run_ranks
+from sidelane_lab.harness.launch import LaunchTarget, Rank, T, choose_target, run_ranks
 from sidelane_lab.harness.options import StudyOptions
 from sidelane_lab.harness.parameters import refuse_unwritable
 from sidelane_lab.harness.regress import key_of, text_of
 from sidelane_lab.harness.study import FlatRow, Picture, R, Results, Study, collect, study_of
 from sidelane_lab.harness.terminal import progress_console, tables_console
 
+if TYPE_CHECKING:
+    from sidelane_lab.harness.measure import Meter
+
 MOST_NAMED = 600
 """Characters of names of wrong rows in an error."""
+RESUMES = " (the same command with --resume goes on with them)"
+"""Words after the names of what a budget left out, where a study has that option."""
 
 Show = Callable[[Results, rich.console.Console], None]
 """Type of what shows results on the console for tables."""
@@ -57,6 +63,27 @@ class Sender:
         """Say that the next step begins."""
         self._send({"step": self._done, "of": self.steps, "text": text})
         self._done += 1
+
+    def steps_within(
+        self, meter: Meter, items: Sequence[T], seconds: float | None, name: Callable[[T], str] = str, more: str = ""
+    ) -> Iterator[T]:
+        """Yield items until time is over, each as a step, and the first in any case. Collective.
+
+        Args:
+            meter: its first rank's clock decides for all.
+            items: to go through.
+            seconds: how long; None: without an end.
+            name: names an item.
+            more: is put after the names of those that are left: how to go on with them.
+        """
+
+        def over(left: Sequence[T]) -> None:
+            self.note(f"{seconds:g} s are over; left: {'; '.join(map(name, left))}{more}")
+
+        self.steps = len(items)
+        for item in meter.within(items, math.inf if seconds is None else seconds, over, 1):
+            self.step(name(item))
+            yield item
 
     def row(self, row: FlatRow) -> None:
         """Hand over a row."""

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import OTHER_CALLS, Roster, make_roster
 from sidelane_lab.cli.c3 import C3Options, Key, PairOptions
 from sidelane_lab.harness.launch import Rank
-from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.running import RESUMES, Sender
 from sidelane_lab.pairs.isolated import Isolated
 from sidelane_lab.pairs.pair import orders_of, pair_streams
 from sidelane_lab.pairs.workload import LIBRARY, Bound, ComputeKind, Gemm, Workload, parse_workload
@@ -45,7 +44,6 @@ def measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
         torch.set_num_threads(1)  # the ranks share the cores
     every = scaled_workloads(options, rank)
     workloads = [one for one in every if not is_done(one, options.strategies, options.done)]
-    sender.steps = len(workloads)
     if not on_cpu:  # else they are divided as the GEMM is, and the table says what ran
         asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
         sender.rounded(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
@@ -65,13 +63,8 @@ def measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
     if pairs:
         roster.reserve_for([case for _, case in pairs], sender.note)
         bench = PairBench(rank, roster, options, sender)
-
-        def over(left: Sequence[tuple[Workload, Case]]) -> None:
-            names = ", ".join(one.name for one, _ in left)
-            sender.note(f"{options.budget_s:g} s are over; left: {names} (the same command with --resume goes on)")
-
-        for number, (workload, case) in enumerate(roster.meter.within(pairs, options.budget_s or math.inf, over, 1)):
-            sender.step(workload.name)
+        begun = sender.steps_within(roster.meter, pairs, options.budget_s, lambda pair: pair[0].name, RESUMES)
+        for number, (workload, case) in enumerate(begun):
             yield from bench.rows(workload, case, options.seed + 1_000_000 * number)
         bench.close()
     roster.close()

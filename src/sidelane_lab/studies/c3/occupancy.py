@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -190,22 +190,54 @@ def _measure(rank: Rank, options: OccupancyOptions, sender: Sender) -> Iterator[
         torch.set_num_threads(1)  # the ranks share the cores
     workloads = scaled_workloads(options, rank)
     wanted = options.implementations or tuple(name for name in LIBRARY if (name == "gloo") == on_cpu)
-    sender.steps = len(workloads)
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s, with_auto=True)
     cases = [case_of(rank, workload) for workload in workloads]
     roster.reserve_for(cases, sender.note)
     streams = pair_streams(rank.device)
     second = None if on_cpu else torch.cuda.Stream(rank.device)
     seeds = itertools.count(options.seed + 1)
+    steps = []
     for workload, case in zip(workloads, cases, strict=True):
-        sender.step(workload.name)
         for implementation in roster.implementations.values():
             entrants = candidates_of(implementation, case.kind, only=("auto",), launches=("eager",))[:1]
             for entrant in entrants:
                 run = ReadyCall(entrant, case, implementation)
                 pair = PipelinedPair(roster, workload, run, streams, second, options)
-                yield from pair.rows(rank.device, seeds)
+                shapes = shapes_of(workload.gemm, rank.device, options)
+                steps += [ShapeStep(pair, f"{workload.name}, {implementation.name}", *one) for one in shapes]
+    begun = sender.steps_within(roster.meter, steps, options.budget_s)
+    for pair, its_steps in itertools.groupby(begun, lambda step: step.pair):
+        yield from pair.rows(rank.device, seeds, its_steps)
     roster.close()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShapeStep:
+    """A pair in one shape of its GEMM.
+
+    Attributes:
+        pair: the pair.
+        call: names of the pair, the collective and who makes it.
+        shape: shape of the GEMM; None on CPUs.
+        blocks: blocks of its grid; on CPUs parts of the rows.
+    """
+
+    pair: PipelinedPair
+    call: str
+    shape: GemmShape | None
+    blocks: int
+
+    def __str__(self) -> str:
+        resident = f", {self.shape.resident} resident" if self.shape and self.shape.resident else ""
+        return f"{self.call}: {self.shape.name if self.shape else ROWS_ON_CPUS}, {self.blocks} blocks{resident}"
+
+    def made(self, runs: Sequence[GemmRun], device: torch.device) -> ShapedLaunches:
+        """Make its launches.
+
+        Raises:
+            UnavailableError: no block of this shape fits a compute unit.
+        """
+        return _on_units(self.shape, self.blocks, runs, device) if self.shape else _in_rows(runs, self.blocks)
 
 
 class PipelinedPair:
@@ -223,16 +255,16 @@ class PipelinedPair:
         self._meter, self._workload, self._run = roster.meter, workload, run
         self._streams, self._second, self._options = streams, second, options
 
-    def rows(self, device: torch.device, seeds: Iterator[int]) -> Iterator[OccupancyRow]:
-        """Measure every shape. Collective."""
+    def rows(self, device: torch.device, seeds: Iterator[int], steps: Iterable[ShapeStep]) -> Iterator[OccupancyRow]:
+        """Measure shapes. Collective."""
         with self._meter.on_stream(), Workers() as workers:
             gemms = [GemmRun(self._workload.gemm, device) for _ in range(2)]
             for gemm in gemms:
                 gemm.fill(next(seeds))
             self._meter.finish("the GEMM's inputs")
-            for make in shapes_of(self._workload.gemm, gemms, device, self._options):
+            for step in steps:
                 made: list[ShapedLaunches] = []
-                refused = self._meter.attempt(lambda made=made, make=make: made.append(make()))
+                refused = self._meter.attempt(lambda made=made, step=step: made.append(step.made(gemms, device)))
                 if refused is not None:
                     yield self._row(NO_SHAPE, False, note=refused)
                     continue
@@ -319,21 +351,19 @@ class PipelinedPair:
         )
 
 
-def shapes_of(
-    gemm: Gemm, runs: Sequence[GemmRun], device: torch.device, options: OccupancyOptions
-) -> Iterator[Callable[[], ShapedLaunches]]:
-    """Yield what makes each shape that is measured: on GPUs shapes by blocks, and data-parallel grids by residency."""
+def shapes_of(gemm: Gemm, device: torch.device, options: OccupancyOptions) -> Iterator[tuple[GemmShape | None, int]]:
+    """Yield each shape that is measured, and its blocks: on GPUs data-parallel grids also by residency; None: on CPUs,
+    where blocks are parts of the rows.
+    """
     if device.type == "cpu":
-        for blocks in options.blocks or BLOCKS["cpu"]:
-            yield functools.partial(_in_rows, runs, min(blocks or gemm.m, gemm.m))
+        yield from ((None, min(blocks or gemm.m, gemm.m)) for blocks in options.blocks or BLOCKS["cpu"])
         return
     for name in options.shapes:
         shape = SHAPES[name]
         tiles = shape.tiles(gemm.m, gemm.n)
         for blocks in dict.fromkeys(min(blocks or tiles, tiles) for blocks in options.blocks or BLOCKS["gpu"]):
             for resident in (None, *RESIDENT) if blocks == tiles else (None,):
-                chosen = dataclasses.replace(shape, resident=resident)
-                yield functools.partial(_on_units, chosen, blocks, gemm, runs, device)
+                yield dataclasses.replace(shape, resident=resident), blocks
 
 
 def _in_rows(runs: Sequence[GemmRun], blocks: int) -> ShapedLaunches:
@@ -344,16 +374,14 @@ def _in_rows(runs: Sequence[GemmRun], blocks: int) -> ShapedLaunches:
     return ShapedLaunches([functools.partial(launch, run) for run in runs], ROWS_ON_CPUS, blocks)
 
 
-def _on_units(
-    shape: GemmShape, blocks: int, gemm: Gemm, runs: Sequence[GemmRun], device: torch.device
-) -> ShapedLaunches:
+def _on_units(shape: GemmShape, blocks: int, runs: Sequence[GemmRun], device: torch.device) -> ShapedLaunches:
     from sidelane_lab.shaping.gemm import ShapedGemm
 
     kernels = [ShapedGemm(_driver(device), shape, run.a, run.b, run.c) for run in runs]
     resident, shared_bytes = kernels[0].resident, kernels[0].shared_bytes
     if not resident:
         raise UnavailableError(f"no block of {shape.name} fits a compute unit ({shared_bytes} bytes)")
-    grid = "data-parallel" if blocks == shape.tiles(gemm.m, gemm.n) else "persistent"
+    grid = "data-parallel" if blocks == shape.tiles(*runs[0].c.shape) else "persistent"
     return ShapedLaunches([one.bind(blocks) for one in kernels], shape.name, blocks, grid, resident, shared_bytes)
 
 

@@ -24,7 +24,7 @@ from sidelane_lab.harness.launch import LaunchTarget, Rank
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.options import require_all
 from sidelane_lab.harness.report import Cell, tables_by
-from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.running import RESUMES, Sender
 from sidelane_lab.harness.study import FlatRow, Results, Study
 from sidelane_lab.harness.table import MISSING, verdict
 from sidelane_lab.harness.ways import Job, Problem, Rounds
@@ -167,13 +167,7 @@ def _measure(rank: Rank, options: ClientOptions, sender: Sender) -> Iterator[Cli
     models = options.models or ((TINY,) if study.on_cpu else tuple(name for name in MODELS if name != TINY))
     every = [study.case(program, name) for name in models for program in options.programs]
     cases = [case for case in every if not study.is_done(case)]
-    sender.steps = len(cases)
-
-    def over(left: Sequence[ClientCase]) -> None:
-        sender.note(f"{options.budget_s:g} s are over; left: {'; '.join(map(str, left))} (--resume goes on with them)")
-
-    for case in study.meter.within(cases, options.budget_s, over, 1):
-        sender.step(str(case))
+    for case in sender.steps_within(study.meter, cases, options.budget_s, more=RESUMES):
         with study.meter.on_stream():
             rows = study.rows(case)
         yield from rows  # all or none: a file that has one of them has all

@@ -12,7 +12,7 @@ import gc
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,14 @@ from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.e2e import EndToEndOptions
 from sidelane_lab.harness.launch import Rank
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.running import RESUMES, Sender
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.harness.ways import Job, Rounds, Way, outcome
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.studies.e2e.prediction import cases_of, with_predictions
 from sidelane_lab.studies.e2e.rows import WorkloadRow, case_of, draw_steps, step_tables
-from sidelane_lab.studies.e2e.workload import EndToEndWorkload, Prepared
+from sidelane_lab.studies.e2e.workload import Prepared
 from sidelane_lab.studies.steps import (
     EAGER,
     FEWEST_ROUNDS,
@@ -67,18 +67,12 @@ def _measure(rank: Rank, options: EndToEndOptions, sender: Sender) -> Iterator[W
     nccl = "" if on_cpu else loaded_nccl()
     every = cases_of(options, on_cpu=on_cpu)
     cases = [(workload, size) for workload, size in every if (workload.name, size, nccl) not in options.done]
-    sender.steps = len(cases)
     if on_cpu:
         sender.note("on CPUs kernels are interpreted: the results are checked, and the times say nothing")
     machine = _described(rank)
     meter, group = make_meter(rank, options.step_s), StudyGroups(rank).make(library_of(rank.device.type))
-
-    def over(left: Sequence[tuple[EndToEndWorkload, str]]) -> None:
-        names = "; ".join(f"{workload.name} {size}" for workload, size in left)
-        sender.note(f"{options.budget_s:g} s are over; left: {names} (--resume goes on with them)")
-
-    for workload, size in meter.within(cases, options.budget_s, over, 1):
-        sender.step(f"{workload.name}, {size}")
+    begun = sender.steps_within(meter, cases, options.budget_s, lambda case: f"{case[0].name}, {case[1]}", RESUMES)
+    for workload, size in begun:
         prepare = functools.partial(workload.prepare, workload.sizes[size], group)
         row = functools.partial(WorkloadRow, workload=workload.name, size=size, nccl=nccl, unit=workload.unit)
         with meter.on_stream():
