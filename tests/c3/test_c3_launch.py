@@ -173,18 +173,18 @@ def test_which_ways_there_are(device: FakeDevice) -> None:
     names = [one.name for one in strategies() if not launch.unsupported_reason(one, GPU)]
     assert set(names) == {*overlap.NAMES, *overlap.ON_GPUS}
     taking = {"partition", "collective_first_partition", "copy_engines_partition", "copy_engines_sums"}
-    assert {*overlap.ON_GPUS} == {*taking, "kernels_partition", "kernels_priority"}
+    assert {*overlap.ON_GPUS} == taking
     for name, able in (("partition", {8, 16, 32, 64}), ("copy_engines_sums", {4, 8, 16})):
         assert {units for units in range(132) if launch.can_run(LaunchMode(named(name), units), GPU)} == able
     assert launch.can_run(LaunchMode(named("collective_first")), GPU) and not launch.can_run(
         LaunchMode(named("collective_first"), 8), GPU
     )
-    fewest = [overlap.possible(name, GPU).units for name in ("partition", "kernels_partition", "copy_engines_sums")]
-    assert fewest == [8, 8, 4] and overlap.possible("partition", GPU, 24).units == 24
+    fewest = [overlap.possible(name, GPU).units for name in ("partition", "copy_engines_sums")]
+    assert fewest == [8, 4] and overlap.possible("partition", GPU, 24).units == 24
     for name, units in (("copy_engines", 8), ("partition", 0)):
         with pytest.raises(ValueError, match=r"overlap: units \(value="):
             overlap.possible(name, GPU, units)
-    with pytest.raises(ValueError, match="allowed=copy_engines, .*, partition, .*kernels_partition, .*told to run so"):
+    with pytest.raises(ValueError, match="allowed=copy_engines, .*, partition, .*copy_engines_sums.*told to run so"):
         overlap.possible("nccl_copy_engines", GPU)
 
 

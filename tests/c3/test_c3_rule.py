@@ -135,6 +135,17 @@ def test_losses_beside_large_reductions() -> None:
     assert statistics.fmean(lost) < 0.0015 and max(lost) < 0.018
 
 
+def test_large_reductions_by_the_strategy_itself() -> None:
+    """Figures of docs/guide/overlap.md: pairs of the rule, and of shapes that it was not made from."""
+    pairs = list(pairs_of("h200x2/c3-reductions.json"))
+    assert all(lost == 0 and name.startswith("copy_engines_sums") for name, lost in map(loss, pairs))
+    for unseen, mean, worst, engines in ((False, 84.5, 76, 50), (True, 83.5, 73, 50)):
+        rows = [pair for pair in pairs if ("x" in pair["conccl"]["gemm"]) is unseen]
+        sums, alone = ([pair[name]["percent_of_ideal"] for pair in rows] for name in ("conccl_sums", "conccl"))
+        assert len(rows) == 8 and statistics.fmean(sums) >= mean and min(sums) >= worst
+        assert statistics.fmean(alone) <= engines
+
+
 def taken(kind: Kind, rows: list[dict[str, Any]]) -> tuple[float, float]:
     """Percent of ideal of the units that the rule takes, and what it loses to the best number of units."""
     one = rows[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import threading
@@ -27,7 +26,6 @@ def test_the_strategies_in_the_order_of_studies() -> None:
         *(("partition", "c3_rp"), ("collective_first_partition", "c3_sp_rp"), ("priority", "priority")),
         *(("copy_engines", "conccl"), ("copy_engines_partition", "conccl_rp"), ("copy_engines_sums", "conccl_sums")),
         *(("copy_engines_left", "conccl_left"), ("nccl_copy_engines", "nccl_ce")),
-        *(("kernels_partition", "sm_rp"), ("kernels_priority", "sm_priority")),
     ]
     assert tuple(named(one.code) for one in strategies()) == strategies(), "result files have the codes"
 
@@ -54,18 +52,10 @@ def test_what_each_one_says(name: str, order: Order, mover: Mover, priority: int
     assert one.recipe and "\n" not in one.recipe
 
 
-def test_our_kernels_have_those_of_the_library() -> None:
-    for ours, theirs in (("kernels_partition", "partition"), ("kernels_priority", "priority")):
-        assert dataclasses.replace(named(ours), name=theirs, code=named(theirs).code) == dataclasses.replace(
-            named(theirs), mover=Mover.SM, preference=100
-        )
-
-
 def test_implementations() -> None:
     assert implementation_of(named("collective_first"), {"gloo", "dma"}) == "gloo"
     assert implementation_of(named("collective_first"), {"nccl", "gloo"}) == "nccl"
     assert implementation_of(named("nccl_copy_engines"), {"gloo", "dma"}) is None
-    assert implementation_of(named("kernels_partition"), {"sm", "nccl"}) == "sm"
 
 
 def test_units_taken() -> None:
@@ -91,8 +81,7 @@ def test_overlap_takes_those_that_calls_can_be_told() -> None:
     refused = (
         ("partition", "green contexts"),
         ("copy_engines_left", "copy_own_part=False"),
-        ("kernels_priority", "no kernels"),
-        ("sm_sp", "none of that name"),
+        *((gone, "none of that name") for gone in ("sm_sp", "sm_rp", "kernels_priority")),
         ("nccl_copy_engines", "not told"),
         ("fastest", "none of that name"),
     )

@@ -31,8 +31,6 @@ from sidelane.choice.key import key_here
 from sidelane.choice.store import builtin_for
 from sidelane.program.shape import Computation
 
-PARTITIONED = tuple(name for name in ON_GPUS if "kernels" not in name)
-
 
 def all_ways() -> tuple[str, ...]:
     """Names of the strategies that run on the default device."""
@@ -303,7 +301,7 @@ def test_in_graphs(group: dist.ProcessGroup, replays: int) -> None:
         n, rank = comm.world_size, comm.rank
         whole, shard = comm.empty(n, 100_000), torch.empty(100_000)
         a = torch.empty(512, 512)
-        for way in (*WAYS, *PARTITIONED):
+        for way in (*WAYS, *ON_GPUS):
 
             def step() -> torch.Tensor:
                 product, _ = overlap(lambda: a @ a, lambda comm: comm.all_gather(whole, shard), comm, strategy=way)  # noqa: B023
@@ -362,22 +360,18 @@ def test_cublas_leaves_units_to_a_large_reduction(group: dist.ProcessGroup) -> N
 
 @on_ranks(gpu=True)
 def test_kernels_move_the_bytes(group: dist.ProcessGroup) -> None:
-    """Kernels move the bytes where a strategy says so."""
+    """Kernels move the bytes where a call says so."""
     with communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
         whole, part = torch.ones(n, 1 << 20), torch.empty(1 << 20)
         a = torch.ones(1024, 1024)
-        for way in ("kernels_priority", "kernels_partition"):
+        for way in ("priority", "partition"):
             for _ in range(3):
                 whole.fill_(rank + 1)
-                product, _ = overlap(lambda: a @ a, lambda comm: comm.reduce_scatter(part, whole), comm, strategy=way)
+                scatter = lambda comm: comm.reduce_scatter(part, whole, variant="one_shot")  # noqa: E731
+                product, _ = overlap(lambda: a @ a, scatter, comm, strategy=way)
                 assert part.unique().tolist() == [n * (n + 1) / 2] and product.unique().tolist() == [1024.0], way
                 assert comm.last_choice().candidate.variant == "one_shot", way
-        overlap(lambda: None, lambda comm: comm.all_to_all(whole.clone(), whole), comm, strategy="kernels_partition")
-        assert comm.last_choice().candidate.variant == "one_shot"
-        gathered = torch.empty(n, 1 << 20) if rank == 0 else None
-        with pytest.raises(ValueError, match="kernels_partition: there is no kernel for gather"):
-            overlap(lambda: None, lambda comm: comm.gather(gathered, part, root=0), comm, strategy="kernels_partition")
 
 
 @on_ranks(gpu=True)
@@ -388,7 +382,7 @@ def test_partitions(group: dist.ProcessGroup) -> None:
         n, rank = comm.world_size, comm.rank
         x, w = torch.randn(300, 200), torch.randn(200, 200, requires_grad=True)
         for step in range(40):
-            name = PARTITIONED[step % len(PARTITIONED)]
+            name = ON_GPUS[step % len(ON_GPUS)]
             units = (None, 8, 16, 32, 64)[step // 4 % 5]
             whole, summed = comm.empty(n, 5000), torch.full((700,), float(step))
 

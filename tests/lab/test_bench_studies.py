@@ -52,7 +52,7 @@ class Named(Forgetful):
 class Refusing(Gloo):
     """Raises on one rank, before it communicates."""
 
-    name = "sm"
+    name = "dma_left"
 
     def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
         if case.rank == 1:
@@ -87,7 +87,7 @@ def outcome_of_a_pair(group: dist.ProcessGroup) -> dict[str, Any]:
             name="urgent", code="urgent", order=Order.COLLECTIVE_FIRST, mover=Mover.LIBRARY, priority=1, recipe=""
         ),
         Strategy(name="forgetful", code="forgetful", order=Order.COLLECTIVE_FIRST, mover=Mover.LIBRARY_DMA, recipe=""),
-        Strategy(name="refusing", code="refusing", order=Order.GEMM_FIRST, mover=Mover.SM, recipe=""),
+        Strategy(name="refusing", code="refusing", order=Order.GEMM_FIRST, mover=Mover.DMA_LEFT, recipe=""),
     )
     instruments = Instruments(roster.meter, warmup=0, repeats=1)
     outcome = run_workload(

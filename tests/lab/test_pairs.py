@@ -310,7 +310,7 @@ def test_a_partition_of_nothing_is_the_same_launch() -> None:
         ("conccl_rp", FAST, 0),
         ("conccl_rp", SLOW, 0),
         ("conccl_left", FAST, 0),
-        ("sm_rp", FAST, 0),
+        ("nccl_ce", FAST, 0),
     ]
     planned = {f"{name} {call.label}": (named(name), call, units) for name, call, units in calls}
     assert aliases_of(planned) == {"conccl_rp fast": "conccl fast"}, "another call, order or mover is another launch"

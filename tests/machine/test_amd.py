@@ -10,9 +10,7 @@ import pytest
 import torch
 from hip_world import UNITS, StandinDriver
 
-from sidelane.c3 import overlap, partitions
-from sidelane.c3.launch import unsupported_reason
-from sidelane.c3.strategies import Mover, strategies
+from sidelane.c3 import partitions
 from sidelane.errors import UnavailableError
 from sidelane.execute import vendor
 from sidelane.execute.hip import runtime
@@ -170,16 +168,6 @@ def test_a_machine_without_amdsmi_or_rocm_says_so(rocm: Path, monkeypatch: pytes
     with pytest.raises(UnavailableError, match="there is no HIP runtime"):
         vendor.make_driver(torch.device("cuda", 0))
     runtime.load_runtime.cache_clear()
-
-
-def test_strategies_by_kernels_are_refused(rocm: Path) -> None:
-    device = torch.device("cuda", 0)
-    by_kernels = [one for one in strategies() if one.mover is Mover.SM]
-    assert len(by_kernels) > 1 and all(
-        "by kernels on AMD GPUs" in unsupported_reason(one, device) for one in by_kernels
-    )
-    with pytest.raises(ValueError, match="'sm_rp'.*communicators do not move bytes by kernels on AMD GPUs"):
-        overlap.possible("sm_rp", device)
 
 
 def test_partitions_are_cu_masks(rocm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

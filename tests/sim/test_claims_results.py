@@ -214,13 +214,14 @@ def test_pairs_on_two_gpus_under_every_strategy(file, median, worst):
 def test_two_h100s_are_a_machine_that_nothing_was_fitted_to():
     """Every concurrent row within 3%; no number comes from their files.
 
-    Rows of ``conccl_rp`` took no unit then, and are compared with nothing: the strategy takes some now.
+    Rows of ``conccl_rp`` took no unit then, and are compared with nothing: the strategy takes some now. So are those of
+    Sidelane's kernels, whose strategies have gone.
     """
     machine = named("h100x2")
     assert not any("h100x2" in quantity.of for quantity in machine.quantities().values())
     found = [v for v in compare(machine, ROOT / "results" / "h100x2") if v.claim_id.startswith("h100x2/c3/cb3")]
     rows = [verdict for verdict in found if verdict.role is not ClaimRole.INPUT]
-    assert len(rows) == 18 and {verdict.role for verdict in rows} == {ClaimRole.HELD_OUT}
+    assert len(rows) == 14 and {verdict.role for verdict in rows} == {ClaimRole.HELD_OUT}
     errors = [verdict.error for verdict in rows]
     assert statistics.median(errors) < 0.015 and max(errors) < 0.03
 

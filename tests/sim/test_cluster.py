@@ -141,7 +141,7 @@ def test_pairs_among_nodes(kind):
     assert serial.time_us == pytest.approx(serial.gemm_us + times.flat_us)
     assert max(serial.gemm_us, times.flat_us) < base.time_us <= 1.05 * serial.time_us
     assert max(engines.gemm_us, times.hierarchical_us) < engines.time_us < engines.gemm_us + times.hierarchical_us
-    for name, why in (("c3_rp", "how many units"), ("sm_rp", "how many units"), ("conccl_left", "copies own parts")):
+    for name, why in (("c3_rp", "how many units"), ("conccl_left", "copies own parts")):
         with pytest.raises(ValueError, match=why):
             predict(TWO, workload, name)
 

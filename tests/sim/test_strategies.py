@@ -24,7 +24,7 @@ from sidelane_lab.model.pipeline import (
     sequential_us,
 )
 from sidelane_lab.model.power import dma_power, library_power
-from sidelane_lab.model.strategies import partitions, predict, predictable
+from sidelane_lab.model.strategies import BY_KERNEL, partitions, predict, predictable
 from sidelane_lab.model.study import COLLECTIVES, TABLE_II, c3_study, dma_study, table_ii_workload
 from sidelane_lab.pairs.heuristics import units_to_spare
 from sidelane_lab.pairs.workload import Workload, parse_gemm
@@ -125,10 +125,9 @@ def test_the_simulator_takes_the_value_that_runs():
 
 def test_what_is_not_predicted_says_why():
     unknown = {strategy.mover for strategy in strategies()} - {strategy.mover for strategy in predictable()}
-    assert unknown == {Mover.SM, Mover.LIBRARY_DMA, Mover.DMA_LEFT}
-    for name, reason in (("sm_rp", "no times of Sidelane's own kernels"), ("nccl_ce", "the library's copy engines")):
-        with pytest.raises(ValueError, match=reason):
-            predict(MACHINE, PAIR, name)
+    assert unknown == {Mover.LIBRARY_DMA, Mover.DMA_LEFT}
+    with pytest.raises(ValueError, match="the library's copy engines"):
+        predict(MACHINE, PAIR, "nccl_ce")
 
 
 def test_the_heuristics_say_why():
@@ -247,15 +246,11 @@ def test_our_own_kernels_are_predicted_where_a_description_has_them():
     """On all units they leave the GEMM next to nothing, so that both take turns; on some of their own they do not."""
     pair = Workload(parse_gemm("cb3"), Kind.ALL_GATHER, 896 << 20)
     h200 = named("h200x2")
-    own = {strategy.code for strategy in predictable(h200) if strategy.mover is Mover.SM}
-    assert own == {"sm_rp", "sm_priority"}
     alone = own_gang(h200, pair.collective, pair.nbytes).alone_us
-    second = dataclasses.replace(strategy_named("c3_base"), mover=Mover.SM)
-    turns, apart = (predict(h200, pair, strategy) for strategy in (second, "sm_rp"))
+    second = dataclasses.replace(BY_KERNEL, partition=Partition())
+    turns, apart = (predict(h200, pair, strategy) for strategy in (BY_KERNEL, second))
     assert turns.time_us > 0.95 * (turns.gemm_us + alone)
     assert apart.units in (8, 16, 32) and apart.time_us < 0.95 * (apart.gemm_us + alone)
-    with pytest.raises(ValueError, match="own kernels"):
-        predict(named("mi300x8"), pair, "sm_rp")
     with pytest.raises(ValueError, match=r"\[kernels\]"):
         own_gang(named("mi300x8"), pair.collective, pair.nbytes)
 

@@ -17,13 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from sidelane.c3.partitions import DevicePartitions, PairStreams, units_to_try, why_none
 from sidelane.c3.strategies import LaunchMode, Mover, Order, Strategy
-from sidelane.choice import choose
-from sidelane.choice.candidate import SM, everything
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.partition import spared
 from sidelane.program.collective import Kind
-from sidelane.program.shape import CallShape, Variant
 from sidelane.session import Communicator, Work
 
 T = TypeVar("T")
@@ -37,12 +34,7 @@ def unsupported_reason(strategy: Strategy, device: torch.device) -> str:
     """
     if not strategy.mover.makes_whole_call:
         return "its collective is another call: use copy_engines, with copy_own_part=False or in place"
-    if strategy.mover is Mover.SM:
-        if device.type == "cpu":
-            return "CPU ranks have no kernels for collectives"
-        if torch.version.hip is not None:
-            return "communicators do not move bytes by kernels on AMD GPUs"
-    elif strategy.mover not in (Mover.LIBRARY, Mover.DMA):
+    if strategy.mover not in (Mover.LIBRARY, Mover.DMA):
         return "a communicator's calls are not told to run so"
     if strategy.partition is None:
         return ""
@@ -120,47 +112,9 @@ class StrategyCommunicator:
         if options.pop("async_op", False):
             raise ValueError(f"overlap: {name}: async_op (value=True, allowed=False): overlap waits for it")
         options.setdefault("beside", self._beside)
-        if self._strategy.mover is Mover.SM and "variant" not in options:
-            options["variant"] = variant_of(self._comm, self._strategy, Kind(name), *described(tensors))
         work = function(*tensors, **options, async_op=self._async)
         if work is not None:
             self.works.append(work)
-
-
-def variant_of(comm: Communicator, strategy: Strategy, kind: Kind, nbytes: int, dtype: str) -> str:
-    """Return the variant of a call that kernels make, alike on all ranks.
-
-    Args:
-        comm: communicator that makes it.
-        strategy: strategy of the call, for errors.
-        kind: kind of the collective.
-        nbytes: bytes of its largest tensor; of all, for lists.
-        dtype: dtype of its elements.
-
-    Raises:
-        ValueError: no kernel of that kind runs the collective here.
-    """
-    found = [one.variant for one in everything(kind, comm.abilities) if one.implementation == SM]
-    found = [name for name in found if not Variant.of(name).narrow and not Variant.of(name).pushes]
-    if not found:
-        allowed = "what kernels run on this machine, see sidelane info"
-        raise ValueError(f"overlap: {strategy.name}: there is no kernel for {kind} here (value={kind}, {allowed=!s})")
-    # As if in ordinary memory: the kind of memory must not make ranks choose differently.
-    call = CallShape(kind, comm.world_size, nbytes, dtype, symmetric=False)
-    if comm.world_size > 1:
-        ranked = choose(comm.profile.profile, call, comm.abilities).table
-        return next((candidate.variant for candidate, _ in ranked if candidate.variant in found), found[0])
-    return found[-1]  # of an all_reduce the one in two shots
-
-
-def described(tensors: tuple[object, ...]) -> tuple[int, str]:
-    """Return the bytes of the largest argument of a call, a tensor or a list of them, and the dtype of the elements."""
-    lists = [
-        [one for one in (given if isinstance(given, list | tuple) else (given,)) if isinstance(one, torch.Tensor)]
-        for given in tensors
-    ]
-    dtypes = ["bfloat16", *(str(one.dtype).removeprefix("torch.") for listed in lists for one in listed)]
-    return max([0, *(sum(one.nbytes for one in listed) for listed in lists)]), dtypes[-1]
 
 
 def _on_streams(

@@ -41,8 +41,8 @@ _OURS = sorted(
 NAMES = tuple(strategy.name for strategy in _OURS if strategy.partition is None)
 """Names of strategies for calls, the best guess first ("GEMM next to a collective" in results/notes/hardware.md)."""
 
-ON_GPUS = tuple(one.name for one in strategies() if one.mover is Mover.SM or (one in _OURS and one.partition))
-"""Names of strategies that take compute units from the computation, or have Sidelane's kernels, if a device can."""
+ON_GPUS = tuple(one.name for one in strategies() if one in _OURS and one.partition)
+"""Names of strategies that take compute units from the computation, if a device can."""
 
 
 @exclude_compilers
@@ -67,10 +67,9 @@ def overlap(
         on: the communicator.
         strategy: ``copy_engines``, ``collective_first``, ``priority``, ``compute_first`` or ``serial``; on GPUs also
             those that end in ``partition`` and take compute units from the computation (a graph can be captured once
-            they have been used): ``partition``, ``collective_first_partition``, ``copy_engines_partition`` and
-            ``kernels_partition``; ``copy_engines_sums``, which asks cuBLAS to leave them to the sums of reductions; or
-            ``auto``, see :func:`choose_overlap`. Sidelane's kernels move the bytes in ``kernels_partition`` and
-            ``kernels_priority``, whatever is fastest. The same on all ranks.
+            they have been used): ``partition``, ``collective_first_partition`` and ``copy_engines_partition``;
+            ``copy_engines_sums``, which asks cuBLAS to leave them to the sums of reductions; or ``auto``, see
+            :func:`choose_overlap`. The same on all ranks.
         units: number of units that such a strategy takes; None: the fewest, 8, or 4 that cuBLAS leaves.
         computation: description of ``compute``, from ``Communicator.computation``; for ``auto``.
         moves: description of ``collective``: name and bytes of a collective, or several such pairs; for ``auto``.

@@ -27,7 +27,7 @@ class Mover(StrEnum):
     """Mover of the collective's bytes.
 
     LIBRARY: kernels of the vendor's library; on CPUs its threads.
-    DMA: copy engines, by Sidelane. LIBRARY_DMA: copy engines, by the library. SM: Sidelane's kernels.
+    DMA: copy engines, by Sidelane. LIBRARY_DMA: copy engines, by the library.
     DMA_LEFT: DMA for an all-to-all that leaves own parts in the input.
     """
 
@@ -35,12 +35,11 @@ class Mover(StrEnum):
     DMA = "dma"
     DMA_LEFT = "dma_left"
     LIBRARY_DMA = "nccl_ce"
-    SM = "sm"
 
     @property
     def takes_units(self) -> bool:
         """True if it runs on compute units, as the GEMM does."""
-        return self in (Mover.LIBRARY, Mover.SM)
+        return self is Mover.LIBRARY
 
     @property
     def makes_whole_call(self) -> bool:
@@ -166,9 +165,6 @@ _BY_NAME = {
         ),
         Strategy("copy_engines_left", "conccl_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _LEFT),
         Strategy("nccl_copy_engines", "nccl_ce", _FIRST, Mover.LIBRARY_DMA, _LIBRARY_ENGINES),
-        # Those of Sidelane's kernels that win a result row (tests/wins.toml).
-        Strategy("kernels_partition", "sm_rp", _BASE, Mover.SM, _OWN_UNITS, partition=Partition()),
-        Strategy("kernels_priority", "sm_priority", _BASE, Mover.SM, _URGENT, 1),
     )
     for name in (strategy.name, strategy.code)
 }

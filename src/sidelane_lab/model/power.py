@@ -352,7 +352,7 @@ def powered(machine: Machine) -> tuple[Strategy, ...]:
 def unspoken(strategy: Strategy, machine: Machine) -> str:
     """Return why nothing is said of a strategy's watts on a machine; empty where something is."""
     if strategy.concurrent and strategy.mover not in MOVERS:
-        return "not predicted: no description has watts of Sidelane's kernels, nor of the library's other ways"
+        return "not predicted: no description has watts of the library's other ways"
     return objection(strategy, machine)
 
 

@@ -12,7 +12,6 @@ The GEMM of each part is the vendor library's, and copies are the programs that 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 
@@ -34,7 +33,7 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import IN_PLACE, dependencies, executed_run, program_of
 from sidelane_lab.model.kernels import own_gang
 from sidelane_lab.model.operators import HALF, DispatchGemm, GatherGemm, GemmReduce, OperatorModel, TiledGemm
-from sidelane_lab.model.strategies import predict
+from sidelane_lab.model.strategies import BY_KERNEL, predict
 from sidelane_lab.model.workgroups import resident, stream_gbps
 from sidelane_lab.pairs.workload import Gemm, Workload
 from sidelane_lab.sim import simulate
@@ -46,10 +45,9 @@ OWN = ("b2b", "pcpy", "striped")
 THROUGH_HOST = ("chunked",)
 """Further ones where host memory is between GPUs."""
 
-BY_KERNEL = dataclasses.replace(strategies.named("c3_base"), code="sm_base", mover=strategies.Mover.SM)
 BY_ENGINES = strategies.named("conccl")
-"""Strategies by which an all-reduce of rows runs beside the product of the next ones; the second one where a
-description has no kernels of Sidelane."""
+"""Strategy by which an all-reduce of rows runs beside the product of the next ones where a description has no kernels
+of Sidelane; else it is ``BY_KERNEL``."""
 
 
 def split_us(machine: Machine, operator: OperatorModel, pieces: int) -> float | None:

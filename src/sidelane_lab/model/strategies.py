@@ -27,6 +27,9 @@ from sidelane_lab.sim import Interval
 ROUNDING = 1e-9
 """Relative difference of times that is none: the fewest units of equal ones are taken."""
 
+BY_KERNEL = dataclasses.replace(named("c3_base"), code="sm_base")
+"""Strategy of operators in parts, and of no caller: Sidelane's kernels in place of the library's."""
+
 # Percent of ideal below which a number says nothing more.
 MOST_LOST = -100.0
 
@@ -137,7 +140,7 @@ def predict(
 def predictable(machine: Machine | None = None) -> tuple[Strategy, ...]:
     """Return strategies that the model speaks to: on a machine, or wherever it is.
 
-    Not every description has Sidelane's kernels, and not every caller can do with another call.
+    Not every caller can do with another call.
     """
     return tuple(one for one in strategies() if not objection(one, machine) and one.mover.makes_whole_call)
 
@@ -148,23 +151,15 @@ def objection(strategy: Strategy, machine: Machine | None = None) -> str:
         return f"not predicted among nodes: {reason}"
     if strategy.partition is not None and strategy.partition.requested:
         return "not predicted: sums on units that cuBLAS leaves to them are not modelled"
-    match strategy.mover:
-        case Mover.SM if machine is None or machine.kernels is None:
-            return "not predicted: the description has no times of Sidelane's own kernels"
-        case Mover.LIBRARY_DMA:
-            return "not predicted: descriptions of machines have no times of the library's copy engines"
+    if strategy.mover is Mover.LIBRARY_DMA:
+        return "not predicted: descriptions of machines have no times of the library's copy engines"
     return ""
 
 
 def _objection_among_nodes(strategy: Strategy) -> str:
     if strategy.partition is not None:
         return "nothing says how many units the library's kernels need there"
-    match strategy.mover:
-        case Mover.SM:
-            return "steps by Sidelane's own kernels are not modelled"
-        case Mover.DMA_LEFT:
-            return "a process group copies own parts"
-    return ""
+    return "a process group copies own parts" if strategy.mover is Mover.DMA_LEFT else ""
 
 
 def library_strategies() -> tuple[str, ...]:
@@ -269,7 +264,7 @@ def pair_kernels(
     # Masks hold for the whole run: the GEMM does not get the units back when the collective has ended.
     gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - taken if taken else None)
     on_units, own_units = strategy.mover.takes_units, taken > 0
-    by_own = strategy.mover is Mover.SM
+    by_own = strategy.code == BY_KERNEL.code
 
     def on(units: int | None) -> tuple[Gang, ...]:
         if by_own:

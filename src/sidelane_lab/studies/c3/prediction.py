@@ -17,8 +17,6 @@ from sidelane.c3.strategies import named as strategy_named
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.cli.output import write_json
 from sidelane.program.collective import REDUCING, Kind
-from sidelane.program.kernel import NARROW_BLOCKS
-from sidelane.program.shape import NARROW
 from sidelane_lab.cli.c3 import C3Options
 from sidelane_lab.harness.drawing import BLACK, COLOURS, GREY, RC, plain_name, save_titled
 from sidelane_lab.harness.study import Picture, Results, read
@@ -106,7 +104,7 @@ def _row_under(machine: Machine, workload: Workload, strategy: Strategy, serial:
 def _row(found: Prediction) -> C3Row:
     strategy, best_us = strategy_named(found.strategy), found.best_comm_us
     other = f"{found.other_us:.5g} us where the other of the two gets the units first" if found.other_us else ""
-    alone_us = {Mover.SM: None, Mover.LIBRARY: found.comm_us}.get(strategy.mover, found.engines_us)
+    alone_us = found.comm_us if strategy.mover is Mover.LIBRARY else found.engines_us
     return C3Row(
         **found.workload.columns,
         c3_class=found.c3_class,
@@ -173,8 +171,8 @@ def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
     if row.gemm_us is None or row.comm_us is None or row.collective not in tuple(KINDS):
         return ()
     kind, strategy = Kind(row.collective), strategy_of(row)
-    if strategy is None or (strategy.mover is Mover.SM and machine.kernels is None):
-        return ()  # the description does not say what our kernels take
+    if strategy is None:
+        return ()
     if not strategy.concurrent:
         return (row.gemm_us + row.comm_us,)
     if strategy.mover is Mover.LIBRARY_DMA and kind in REDUCING:
@@ -182,17 +180,11 @@ def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
     if strategy.partition is not None and (objection(strategy, machine) or not row.units):
         return ()  # files of another version do not say how many units were taken
     pair = Workload(gemm_of(row), kind, row.bytes)
-    units = _units(machine, kind, row, strategy)
+    # Without windows the library's gathers are exchanges, too.
+    units = default_units(machine.library, kind if "window" in row.note else Kind.ALL_TO_ALL)
     alone = PairAlone(row.gemm_us, row.comm_us, units, OUT_OF_PLACE in row.note)
     launches = pair_kernels(machine, pair, strategy, row.units, alone=alone)
     return tuple(run_device(machine, kernels).time_us for kernels in launches)
-
-
-def _units(machine: Machine, kind: Kind, row: C3Row, strategy: Strategy) -> int | None:
-    """Count the collective's units in a row: without windows the library's gathers are exchanges, too."""
-    if strategy.mover is Mover.SM:
-        return NARROW_BLOCKS if NARROW in row.note else None
-    return default_units(machine.library, kind if "window" in row.note else Kind.ALL_TO_ALL)
 
 
 def _compare(machine: Machine, row: C3Row, strategy: Strategy) -> Compared:
