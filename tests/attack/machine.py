@@ -9,26 +9,10 @@ from typing import Any
 
 from attack.scheduling import Actor
 from attack.wellformed import faults
+from sidelane.program import ir
 from sidelane.program.batch import parts_of
 from sidelane.program.collective import Buffer, Collective, Reduction, Span
 from sidelane.program.contract import Contract
-from sidelane.program.ir import (
-    Broadcast,
-    Command,
-    Comparison,
-    Copy,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Reduce,
-    Signal,
-    SignalOp,
-    Stamp,
-    Swap,
-    Wait,
-    describe,
-)
 
 SET, ADD, WAIT_GE, WAIT_EQ, MOVE, REDUCE, NOTHING = range(7)
 """First of the tuple of a command; then flag, base, slope; or moves of (to, offset, from, offset) and their bytes."""
@@ -99,7 +83,7 @@ class Machine:
         Failure: a program is malformed.
     """
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(self, programs: Sequence[ir.Program]) -> None:
         distinct = {id(program): program for program in programs}
         for program in distinct.values():
             for fault in faults(program):
@@ -111,7 +95,7 @@ class Machine:
             for rank in range(self.ranks)
             for buffer in BUFFERS
         ]
-        self.flags: dict[Flag, int] = {}
+        self.flags: dict[ir.Flag, int] = {}
         self.signals: dict[int, set[tuple[int, int]]] = {}
         self.slopes: set[int] = set()
         self.work: list[Work] = []
@@ -124,7 +108,7 @@ class Machine:
         for key, program in distinct.items():
             invocations = tuple(number for number, other in enumerate(programs) if id(other) == key)
             for queue in program.queues:
-                is_ahead = program.prelaunched and queue.engine.kind is not EngineKind.CALLER
+                is_ahead = program.prelaunched and queue.engine.kind is not ir.EngineKind.CALLER
                 ops = tuple(self._op(command) for command in queue.commands)
                 self.work.append(Work(Actor(queue.rank, queue.engine), ops, invocations, is_ahead))
         runs = [[-1, *(k for k, other in enumerate(programs) if id(other) == key)] for key in distinct]
@@ -132,34 +116,34 @@ class Machine:
         self.length = sum(len(work.invocations) * sum(map(_steps, work.ops)) for work in self.work)
         self.actors = [*(work.actor for work in self.work), *(Actor(rank) for rank in range(self.ranks))]
 
-    def queue(self, number: int, invocation: int) -> Queue:
+    def queue(self, number: int, invocation: int) -> ir.Queue:
         """The queue of actor ``number`` in an invocation."""
         rank, engine = self.actors[number]
         return next(q for q in self.programs[invocation].queues_of(rank) if q.engine == engine)
 
-    def _op(self, command: Command) -> Op:
+    def _op(self, command: ir.Command) -> Op:
         match command:
-            case Signal(flag, value, op):
+            case ir.Signal(flag, value, op):
                 number = self._flag(flag, value.per_epoch)
                 if value.per_epoch > 0:
                     self.signals.setdefault(number, set()).add((value.base, value.per_epoch))
-                return (ADD if op is SignalOp.ADD else SET, number, value.base, value.per_epoch)
-            case Wait(flag, value, comparison):
-                code = WAIT_EQ if comparison is Comparison.EQ else WAIT_GE
+                return (ADD if op is ir.SignalOp.ADD else SET, number, value.base, value.per_epoch)
+            case ir.Wait(flag, value, comparison):
+                code = WAIT_EQ if comparison is ir.Comparison.EQ else WAIT_GE
                 return (code, self._flag(flag, value.per_epoch), value.base, value.per_epoch)
-            case Copy(dst, src):
+            case ir.Copy(dst, src):
                 return (MOVE, (_move(dst, src),), src.nbytes)
-            case Broadcast(dsts, src):
+            case ir.Broadcast(dsts, src):
                 return (MOVE, tuple(_move(dst, src) for dst in dsts), src.nbytes)
-            case Swap(a, b):
+            case ir.Swap(a, b):
                 return (MOVE, (_move(a, b), _move(b, a)), a.nbytes)
-            case Reduce(dst, srcs, reduction):
+            case ir.Reduce(dst, srcs, reduction):
                 return (REDUCE, _place(dst), tuple(map(_place, srcs)), dst.nbytes, reduction)
-            case Stamp():
+            case ir.Stamp():
                 return (NOTHING,)
         raise AssertionError(command)
 
-    def _flag(self, flag: Flag, slope: int) -> int:
+    def _flag(self, flag: ir.Flag, slope: int) -> int:
         if slope:
             self.slopes.add(slope)
         return self.flags.setdefault(flag, len(self.flags))
@@ -172,7 +156,7 @@ class Machine:
             return f"{where} caller"
         if index < 0:
             return f"{where} {engine} before its first command"
-        return f"{where} {engine} command {index} ({describe(self.queue(number, invocation).commands[index])})"
+        return f"{where} {engine} command {index} ({ir.describe(self.queue(number, invocation).commands[index])})"
 
 
 def _place(span: Span) -> tuple[int, int]:
@@ -187,7 +171,7 @@ def _steps(op: Op) -> int:
     return 3 if op[0] in (MOVE, REDUCE) else 1
 
 
-def _results(program: Program) -> tuple[tuple[Place, tuple[Place, ...], int, Reduction | None], ...]:
+def _results(program: ir.Program) -> tuple[tuple[Place, tuple[Place, ...], int, Reduction | None], ...]:
     if not isinstance(program.collective, Contract):
         return ()
     return tuple(
@@ -196,7 +180,7 @@ def _results(program: Program) -> tuple[tuple[Place, tuple[Place, ...], int, Red
     )
 
 
-def _layout(program: Program) -> tuple[Tensors, ...]:
+def _layout(program: ir.Program) -> tuple[Tensors, ...]:
     if isinstance(program.collective, Contract):
         return ()
     ranks = range(program.world_size)

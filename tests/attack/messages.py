@@ -11,22 +11,8 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
+from sidelane.program import ir
 from sidelane.program.collective import Buffer, Span, all_to_all
-from sidelane.program.ir import (
-    EPOCH,
-    Command,
-    Comparison,
-    Copy,
-    Engine,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Signal,
-    SignalOp,
-    Value,
-    Wait,
-)
 
 Where = tuple[int, int]
 """Rank, and number of a queue on it."""
@@ -40,7 +26,7 @@ class _Message:
     nbytes: int
 
 
-def messages(rng: random.Random) -> Program:
+def messages(rng: random.Random) -> ir.Program:
     """Draw a program."""
     return _Drawing(rng).program()
 
@@ -49,7 +35,7 @@ class _Drawing:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.ranks = rng.choice((2, 2, 3))
-        self.queues: dict[Where, list[Command]] = {
+        self.queues: dict[Where, list[ir.Command]] = {
             (rank, k): [] for rank in range(self.ranks) for k in range(rng.choice((1, 1, 2)))
         }
         self.groups = [self._group(flag) for flag in range(rng.randint(1, 5))]
@@ -64,7 +50,7 @@ class _Drawing:
         self.flags = len(self.groups)
         self.staging = [0] * self.ranks
 
-    def program(self) -> Program:
+    def program(self) -> ir.Program:
         entry, end = self.rng.choice(((True, True), (True, False), (True, False), (False, True), (False, False)))
         if entry:
             self._barrier()
@@ -73,9 +59,10 @@ class _Drawing:
         if end:
             self._barrier()
         queues = [
-            Queue(rank, Engine(EngineKind.DMA, k), tuple(commands)) for (rank, k), commands in self.queues.items()
+            ir.Queue(rank, ir.Engine(ir.EngineKind.DMA, k), tuple(commands))
+            for (rank, k), commands in self.queues.items()
         ]
-        return Program(
+        return ir.Program(
             all_to_all(self.counts),
             "messages",
             tuple(queue for queue in queues if queue.commands),
@@ -91,18 +78,18 @@ class _Drawing:
 
     def _send(self, group: Sequence[_Message]) -> None:
         """Put what writers do into their queues, then what the reader does into its own."""
-        rng, reader, flag = self.rng, group[0].reader, Flag(group[0].reader[0], group[0].flag)
+        rng, reader, flag = self.rng, group[0].reader, ir.Flag(group[0].reader[0], group[0].flag)
         signals, waits, resets = self._counted(flag, len(group)) if len(group) > 1 else self._words(flag)
-        fetched: list[list[Command]] = []
+        fetched: list[list[ir.Command]] = []
         for message, signal in zip(group, signals, strict=True):
             source, target = self._spans(message)
             fetched.append([])
             if rng.random() < 0.5:
                 held = Span(target.rank, Buffer.STAGING, self.staging[target.rank], target.nbytes)
                 self.staging[target.rank] += target.nbytes
-                fetched[-1].append(Copy(target, held))
+                fetched[-1].append(ir.Copy(target, held))
                 target = held
-            self.queues[message.writer] += [Copy(target, source), signal]
+            self.queues[message.writer] += [ir.Copy(target, source), signal]
         if rng.random() < 0.2:
             rng.shuffle(fetched)
         if len(waits) == 1:
@@ -115,7 +102,7 @@ class _Drawing:
             at = len(received) if rng.random() < 0.5 else received.index(waits[-1]) + 1
             self.queues[reader] += [*received[:at], *resets, *received[at:]]
 
-    def _counted(self, flag: Flag, writers: int) -> tuple[list[Signal], list[Wait], list[Signal]]:
+    def _counted(self, flag: ir.Flag, writers: int) -> tuple[list[ir.Signal], list[ir.Wait], list[ir.Signal]]:
         """Writers add to a flag; the reader waits for all of them, or for one after the other, and takes it back."""
         rng = self.rng
         style = rng.random()
@@ -130,40 +117,40 @@ class _Drawing:
             sums = sums[-1:]
         if rng.random() < 0.2:
             sums[-1] -= rng.choice((1, steps[-1], -1))
-        compared = rng.choice((Comparison.GE, Comparison.GE, Comparison.EQ))
-        signals = [Signal(flag, Value(step), SignalOp.ADD) for step in steps]
-        return signals, [Wait(flag, Value(total), compared) for total in sums], self._reset(flag)
+        compared = rng.choice((ir.Comparison.GE, ir.Comparison.GE, ir.Comparison.EQ))
+        signals = [ir.Signal(flag, ir.Value(step), ir.SignalOp.ADD) for step in steps]
+        return signals, [ir.Wait(flag, ir.Value(total), compared) for total in sums], self._reset(flag)
 
-    def _words(self, flag: Flag) -> tuple[list[Signal], list[Wait], list[Signal]]:
+    def _words(self, flag: ir.Flag) -> tuple[list[ir.Signal], list[ir.Wait], list[ir.Signal]]:
         """One writer adds to a flag, raises it, or lets it follow the epochs."""
         rng = self.rng
-        compared = rng.choice((Comparison.GE, Comparison.GE, Comparison.EQ))
+        compared = rng.choice((ir.Comparison.GE, ir.Comparison.GE, ir.Comparison.EQ))
         style = rng.random()
         if style < 0.2:
             return self._counted(flag, 1)
         if style < 0.55:
-            up = Value(rng.choice((1, 1, 2, 2**31 - 1)))
-            return [Signal(flag, up)], [Wait(flag, up, compared)], self._reset(flag)
+            up = ir.Value(rng.choice((1, 1, 2, 2**31 - 1)))
+            return [ir.Signal(flag, up)], [ir.Wait(flag, up, compared)], self._reset(flag)
         step = rng.choice((1, 1, 2, 5))
         less = rng.randrange(step) if rng.random() < 0.8 else rng.choice((step, -1))
-        return [Signal(flag, Value(0, step))], [Wait(flag, Value(-less, step), Comparison.GE)], []
+        return [ir.Signal(flag, ir.Value(0, step))], [ir.Wait(flag, ir.Value(-less, step), ir.Comparison.GE)], []
 
-    def _reset(self, flag: Flag) -> list[Signal]:
-        return [] if self.rng.random() < 0.05 else [Signal(flag, Value(int(self.rng.random() < 0.04)))]
+    def _reset(self, flag: ir.Flag) -> list[ir.Signal]:
+        return [] if self.rng.random() < 0.05 else [ir.Signal(flag, ir.Value(int(self.rng.random() < 0.04)))]
 
     def _reset_elsewhere(
-        self, writers: Sequence[Where], reader: Where, received: list[Command], other: Where, resets: list[Signal]
+        self, writers: Sequence[Where], reader: Where, received: list[ir.Command], other: Where, resets: list[ir.Signal]
     ) -> None:
         """Another queue of the reader's rank resets, told by the reader, or by the writers alone."""
         flags = [self._flag(other[0]) for _ in writers]
         self.queues[reader] += received
         if self.rng.random() < 0.5:
             flags = flags[:1]
-            self.queues[reader].append(Signal(flags[0], EPOCH))
+            self.queues[reader].append(ir.Signal(flags[0], ir.EPOCH))
         else:
             for writer, flag in zip(writers, flags, strict=True):
-                self.queues[writer].append(Signal(flag, EPOCH))
-        self.queues[other] += [*(Wait(flag, EPOCH) for flag in flags), *resets]
+                self.queues[writer].append(ir.Signal(flag, ir.EPOCH))
+        self.queues[other] += [*(ir.Wait(flag, ir.EPOCH) for flag in flags), *resets]
 
     def _spans(self, message: _Message) -> tuple[Span, Span]:
         i, j = message.writer[0], message.reader[0]
@@ -181,20 +168,20 @@ class _Drawing:
             joins = [rank for rank in ranks if (rank, 1) in self.queues and self.rng.random() < 0.9]
         for rank in joins:  # what the second queue has done comes before the barrier, too
             flag = self._flag(rank)
-            self.queues[rank, 1].append(Signal(flag, EPOCH))
-            self.queues[rank, 0].append(Wait(flag, EPOCH))
+            self.queues[rank, 1].append(ir.Signal(flag, ir.EPOCH))
+            self.queues[rank, 0].append(ir.Wait(flag, ir.EPOCH))
         first = self.flags
         self.flags += self.ranks
         for rank in ranks:
             peers = [peer for peer in ranks if peer != rank]
-            self.queues[rank, 0] += [Signal(Flag(peer, first + rank), EPOCH) for peer in peers]
-            self.queues[rank, 0] += [Wait(Flag(rank, first + peer), EPOCH) for peer in peers]
+            self.queues[rank, 0] += [ir.Signal(ir.Flag(peer, first + rank), ir.EPOCH) for peer in peers]
+            self.queues[rank, 0] += [ir.Wait(ir.Flag(rank, first + peer), ir.EPOCH) for peer in peers]
         for rank in ranks:
             if (rank, 1) in self.queues and self.rng.random() < 0.95:
                 flag = self._flag(rank)
-                self.queues[rank, 0].append(Signal(flag, EPOCH))
-                self.queues[rank, 1].append(Wait(flag, EPOCH))
+                self.queues[rank, 0].append(ir.Signal(flag, ir.EPOCH))
+                self.queues[rank, 1].append(ir.Wait(flag, ir.EPOCH))
 
-    def _flag(self, rank: int) -> Flag:
+    def _flag(self, rank: int) -> ir.Flag:
         self.flags += 1
-        return Flag(rank, self.flags - 1)
+        return ir.Flag(rank, self.flags - 1)

@@ -5,27 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from sidelane.program import ir
 from sidelane.program.batch import Batch
 from sidelane.program.collective import Buffer, Span
-from sidelane.program.ir import (
-    Broadcast,
-    Command,
-    Copy,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Reduce,
-    Signal,
-    Stamp,
-    Swap,
-    Wait,
-    describe,
-    spans,
-)
 
 
-def faults(program: Program) -> Iterator[str]:
+def faults(program: ir.Program) -> Iterator[str]:
     """Say what an executor could not do."""
     ranks = range(program.world_size)
     if len(program.staging_bytes) != len(ranks) or min(program.staging_bytes) < 0:
@@ -39,32 +24,32 @@ def faults(program: Program) -> Iterator[str]:
             for fault in _faults(program, queue, command):
                 yield f"rank {queue.rank} {queue.engine} command {index} ({_words(command)}): {fault}"
     for slot, count in Counter(
-        (queue.rank, c.slot) for queue in program.queues for c in queue.commands if isinstance(c, Stamp)
+        (queue.rank, c.slot) for queue in program.queues for c in queue.commands if isinstance(c, ir.Stamp)
     ).items():
         if count > 1:
             yield f"{count} stamps of rank {slot[0]} in slot {slot[1]}"
 
 
-def _faults(program: Program, queue: Queue, command: Command) -> Iterator[str]:
+def _faults(program: ir.Program, queue: ir.Queue, command: ir.Command) -> Iterator[str]:
     kind = queue.engine.kind
-    for span in spans(command):
+    for span in ir.spans(command):
         if fault := _outside(program, span):
             yield f"{span} {fault}"
-        if kind is EngineKind.LOCAL and span.rank != queue.rank:
+        if kind is ir.EngineKind.LOCAL and span.rank != queue.rank:
             yield f"a local engine touches rank {span.rank}"
-    if kind is EngineKind.CALLER and not isinstance(command, Signal | Wait | Stamp):
+    if kind is ir.EngineKind.CALLER and not isinstance(command, ir.Signal | ir.Wait | ir.Stamp):
         yield "a caller moves no bytes"
     match command:
-        case Copy(dst, src):
+        case ir.Copy(dst, src):
             yield from _operands(dst, src)
-        case Swap(a, b):
+        case ir.Swap(a, b):
             yield from _operands(a, b)
-        case Broadcast(dsts, src):
+        case ir.Broadcast(dsts, src):
             if len(dsts) != 2:
                 yield f"{len(dsts)} destinations; the command of an engine has two"
             yield from _operands(*dsts, src)
-        case Reduce(dst, srcs, reduction):
-            if kind is not EngineKind.COMPUTE:
+        case ir.Reduce(dst, srcs, reduction):
+            if kind is not ir.EngineKind.COMPUTE:
                 yield "only compute engines reduce"
             if len(srcs) < 2:
                 yield f"{len(srcs)} sources"
@@ -73,15 +58,15 @@ def _faults(program: Program, queue: Queue, command: Command) -> Iterator[str]:
             for src in srcs:
                 if src.nbytes != dst.nbytes or (src != dst and _overlap(src, dst)):
                     yield f"source {src} does not fit {dst}"
-        case Signal(flag):
+        case ir.Signal(flag):
             yield from _flag(program, flag)
-        case Wait(flag):
+        case ir.Wait(flag):
             yield from _flag(program, flag)
             if flag.rank != queue.rank:
                 yield "waits for a flag of another rank"
 
 
-def _outside(program: Program, span: Span) -> str | None:
+def _outside(program: ir.Program, span: Span) -> str | None:
     """Why a span is not memory of the program."""
     if span.rank not in range(program.world_size):
         return "is of no rank"
@@ -112,11 +97,11 @@ def _overlap(a: Span, b: Span) -> bool:
     return alike and a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
 
 
-def _flag(program: Program, flag: Flag) -> Iterator[str]:
+def _flag(program: ir.Program, flag: ir.Flag) -> Iterator[str]:
     if flag.rank not in range(program.world_size) or flag.index not in range(program.flag_count):
         yield "there is no such flag"
 
 
-def _words(command: Command) -> str:
+def _words(command: ir.Command) -> str:
     # ``describe`` writes two destinations.
-    return repr(command) if isinstance(command, Broadcast) else describe(command)
+    return repr(command) if isinstance(command, ir.Broadcast) else ir.describe(command)

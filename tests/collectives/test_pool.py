@@ -7,20 +7,11 @@ import random
 import pytest
 import torch
 
-from sidelane.memory.allocator import (
-    ALIGNMENT,
-    MOST_TEXT,
-    SEGMENT_BYTES,
-    BlockAllocator,
-    Range,
-    as_text,
-    from_text,
-    rounded,
-)
+from sidelane.memory import allocator
 from sidelane.memory.storage import storage_of
 
 
-def overlap(one: Range, other: Range) -> bool:
+def overlap(one: allocator.Range, other: allocator.Range) -> bool:
     return (
         one.segment == other.segment
         and one.offset < other.offset + other.nbytes
@@ -33,8 +24,8 @@ def test_ranks_that_drop_at_times_of_their_own_give_out_the_same_places(seed: in
     """Each rank says what it has dropped with each allocation; nothing is given out that any rank still has."""
     draw = random.Random(seed)
     ranks = draw.randrange(1, 4)
-    pools = [BlockAllocator(ranks) for _ in range(ranks)]
-    held: list[dict[int, Range]] = [{} for _ in range(ranks)]
+    pools = [allocator.BlockAllocator(ranks) for _ in range(ranks)]
+    held: list[dict[int, allocator.Range]] = [{} for _ in range(ranks)]
     unsaid: list[list[int]] = [[] for _ in range(ranks)]
     segments: list[int] = []
     for _ in range(400):
@@ -45,27 +36,29 @@ def test_ranks_that_drop_at_times_of_their_own_give_out_the_same_places(seed: in
                 del held[rank][number]
                 unsaid[rank].append(number)
             unsaid[rank].sort()
-            text, fits = as_text(unsaid[rank])
+            text, fits = allocator.as_text(unsaid[rank])
             said.append(text)
             del unsaid[rank][:fits]
         taken = []
         for pool in pools:
             for text in said:
-                pool.drop(from_text(text))
+                pool.drop(allocator.from_text(text))
             taken.append(pool.take(nbytes))
         if taken[0] is None:
             assert taken == [None] * ranks
-            segments.append(rounded(nbytes, SEGMENT_BYTES))
+            segments.append(allocator.rounded(nbytes, allocator.SEGMENT_BYTES))
             for pool in pools:
                 pool.grow(len(segments) - 1, segments[-1])
             taken = [pool.take(nbytes) for pool in pools]
         assert taken == [taken[0]] * ranks and taken[0] is not None
         number, place = taken[0]
-        assert place.nbytes == rounded(nbytes, ALIGNMENT) and place.offset % ALIGNMENT == 0
+        assert (
+            place.nbytes == allocator.rounded(nbytes, allocator.ALIGNMENT) and place.offset % allocator.ALIGNMENT == 0
+        )
         for rank in range(ranks):
             assert not any(overlap(place, other) for other in held[rank].values())
             held[rank][number] = place
-    assert pools[0].reserved == max(pools[0].reserved, pools[0].used) < 60 * SEGMENT_BYTES
+    assert pools[0].reserved == max(pools[0].reserved, pools[0].used) < 60 * allocator.SEGMENT_BYTES
     for rank in range(ranks):
         unsaid[rank] += held[rank]
     for pool in pools:
@@ -76,27 +69,27 @@ def test_ranks_that_drop_at_times_of_their_own_give_out_the_same_places(seed: in
 
 
 def test_the_smallest_hole_is_taken_and_neighbours_grow_together() -> None:
-    pool = BlockAllocator(1)
+    pool = allocator.BlockAllocator(1)
     pool.grow(0, 8 * 512)
     numbers = [pool.take(nbytes)[0] for nbytes in (512, 1024, 512, 512, 1536)]  # type: ignore[index]
     assert pool.take(1) is None and pool.used == pool.reserved == 8 * 512
     pool.drop([numbers[1]])
     pool.drop([numbers[3]])
-    assert pool.take(10) == (5, Range(0, 2048, 512))
+    assert pool.take(10) == (5, allocator.Range(0, 2048, 512))
     pool.drop([numbers[2]])
-    assert pool.take(1536) == (6, Range(0, 512, 1536))
+    assert pool.take(1536) == (6, allocator.Range(0, 512, 1536))
 
 
 def test_what_does_not_fit_into_a_text_is_said_next_time() -> None:
     numbers = list(range(0, 4000, 2))
     said: list[int] = []
     while numbers:
-        text, fits = as_text(numbers)
-        assert fits > 0 and len(text) <= MOST_TEXT
-        said += from_text(text)
+        text, fits = allocator.as_text(numbers)
+        assert fits > 0 and len(text) <= allocator.MOST_TEXT
+        said += allocator.from_text(text)
         del numbers[:fits]
     assert said == list(range(0, 4000, 2))
-    assert as_text(range(10_000)) == ("0-9999", 10_000)
+    assert allocator.as_text(range(10_000)) == ("0-9999", 10_000)
 
 
 def test_a_storage_says_when_its_last_view_goes() -> None:

@@ -25,23 +25,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from sidelane.program import ir
 from sidelane.program.builders.moving import rotation
 from sidelane.program.builders.registry import beside
 from sidelane.program.collective import REDUCING, Buffer, Collective, Span
-from sidelane.program.ir import (
-    EPOCH,
-    MOVES,
-    Command,
-    Comparison,
-    Copy,
-    Engine,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Signal,
-    Wait,
-)
 from sidelane.program.transform import LOWERED, RAISED, freeze
 from sidelane.program.verify import Verification, verify_sequence
 
@@ -67,8 +54,8 @@ class Alternation:
         opening: program for the first call in a graph; None for eager calls.
     """
 
-    turns: tuple[Program, Program]
-    opening: Program | None = None
+    turns: tuple[ir.Program, ir.Program]
+    opening: ir.Program | None = None
 
     @property
     def collective(self) -> Collective:
@@ -108,7 +95,7 @@ def alternation(collective: Collective, *, frozen: bool, slot_bytes: int = SLOT_
 
 def alternating(
     collective: Collective, turn: int, *, slot_bytes: int = SLOT_BYTES, opening: bool = False, frozen: bool = False
-) -> Program:
+) -> ir.Program:
     """Build the program of one turn. Repeated by itself it has a race; see :class:`Alternation` for the safe order.
 
     Args:
@@ -135,26 +122,26 @@ def alternating(
     queues = []
     for rank in range(n):
         peers = list(rotation(rank, n))
-        commands: list[Command] = []
+        commands: list[ir.Command] = []
         if opening:
-            commands += [Signal(Flag(peer, TURNS * n + rank), EPOCH) for peer in peers]
-            commands += [Wait(Flag(rank, TURNS * n + peer), EPOCH) for peer in peers]
+            commands += [ir.Signal(ir.Flag(peer, TURNS * n + rank), ir.EPOCH) for peer in peers]
+            commands += [ir.Wait(ir.Flag(rank, TURNS * n + peer), ir.EPOCH) for peer in peers]
         start, end = sent[rank]
         if end > start:
             slot = Span(rank, Buffer.STAGING, turn * slot_bytes + start, end - start)
-            commands.append(Copy(slot, collective.input_span(rank, start, end - start)))
-        commands += [Signal(Flag(peer, turn * n + rank), EPOCH) for peer in peers]
-        commands += [Wait(Flag(rank, turn * n + peer), EPOCH) for peer in peers]
+            commands.append(ir.Copy(slot, collective.input_span(rank, start, end - start)))
+        commands += [ir.Signal(ir.Flag(peer, turn * n + rank), ir.EPOCH) for peer in peers]
+        commands += [ir.Wait(ir.Flag(rank, turn * n + peer), ir.EPOCH) for peer in peers]
         pulls = _pulls(collective, rank, turn * slot_bytes)
         commands += pulls
         own = _own(collective, rank)
         if end > start and pulls and not own and not frozen:
             own = [_spare_copy(rank, TURNS * slot_bytes, slot)]
         if commands:
-            queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
+            queues.append(ir.Queue(rank, ir.Engine(ir.EngineKind.DMA), tuple(commands)))
         if own:
-            queues.append(Queue(rank, Engine(EngineKind.LOCAL), tuple(own)))
-    program = Program(
+            queues.append(ir.Queue(rank, ir.Engine(ir.EngineKind.LOCAL), tuple(own)))
+    program = ir.Program(
         collective=collective,
         variant=f"{ALTERNATING}+opening" if opening else ALTERNATING,
         queues=tuple(queues),
@@ -190,33 +177,33 @@ def _sent(collective: Collective, rank: int) -> tuple[int, int]:
     return min(chunk.src_offset for chunk in chunks), max(chunk.src_offset + chunk.nbytes for chunk in chunks)
 
 
-def _own(collective: Collective, rank: int) -> list[Command]:
-    copies: list[Command] = []
+def _own(collective: Collective, rank: int) -> list[ir.Command]:
+    copies: list[ir.Command] = []
     for chunk in collective.chunks():
         if chunk.src_rank == chunk.dst_rank == rank:
             src = collective.input_span(rank, chunk.src_offset, chunk.nbytes)
             dst = collective.output_span(rank, chunk.dst_offset, chunk.nbytes)
             if src != dst:
-                copies.append(Copy(dst, src))
+                copies.append(ir.Copy(dst, src))
     return copies
 
 
-def _spare_copy(rank: int, spare: int, slot: Span) -> Copy:
+def _spare_copy(rank: int, spare: int, slot: Span) -> ir.Copy:
     """Return a copy inside the GPU that runs beside the pulls if no other local copy does.
 
     Without it, the next call's copy into its slot would follow the pulls directly: the change from peer copies to a
     copy inside the GPU costs a stream 7 us of 28 there, and nothing behind a join (results/notes/probes.md).
     """
     nbytes = min(slot.nbytes, SPARE_BYTES)
-    return Copy(Span(rank, Buffer.STAGING, spare, nbytes), Span(rank, Buffer.STAGING, slot.offset, nbytes))
+    return ir.Copy(Span(rank, Buffer.STAGING, spare, nbytes), Span(rank, Buffer.STAGING, slot.offset, nbytes))
 
 
-def _pulls(collective: Collective, rank: int, slot: int) -> list[Command]:
+def _pulls(collective: Collective, rank: int, slot: int) -> list[ir.Command]:
     """Return one copy from each sending peer, in rotated order: at every step each rank serves another one."""
     by_source = {chunk.src_rank: chunk for chunk in collective.chunks() if chunk.dst_rank == rank}
     n = collective.world_size
     return [
-        Copy(
+        ir.Copy(
             collective.output_span(rank, chunk.dst_offset, chunk.nbytes),
             Span(peer, Buffer.STAGING, slot + chunk.src_offset, chunk.nbytes),
         )
@@ -225,29 +212,33 @@ def _pulls(collective: Collective, rank: int, slot: int) -> list[Command]:
     ]
 
 
-def resets_beside(program: Program) -> Program:
+def resets_beside(program: ir.Program) -> ir.Program:
     """Move resets behind the last signal to a peer from each rank's first DMA queue to a queue beside its last moves.
 
     Only for a frozen program whose peers signal those flags again behind a later signal of this rank; ``verify``
     checks that.
     """
     mark = program.flag_count
-    queues: list[Queue] = []
+    queues: list[ir.Queue] = []
     marked = False
     for rank in range(program.world_size):
         given = program.queues_of(rank)
-        first = next((queue for queue in given if queue.engine.kind is EngineKind.DMA), None)
+        first = next((queue for queue in given if queue.engine.kind is ir.EngineKind.DMA), None)
         resets = _late_resets(first) if first is not None else []
         if first is None or not resets:
             queues += given
             continue
         commands = [command for command in first.commands if command not in resets]
-        own = next((queue for queue in given if queue.engine.kind is EngineKind.LOCAL), None)
+        own = next((queue for queue in given if queue.engine.kind is ir.EngineKind.LOCAL), None)
         if own is None:
-            flag, marked = Flag(rank, mark), True
-            waits = [index for index, command in enumerate(commands) if isinstance(command, Wait)]
-            commands.insert(waits[-1] + 1, Signal(flag, RAISED))
-            own = Queue(rank, Engine(EngineKind.LOCAL), (Wait(flag, RAISED, Comparison.EQ), Signal(flag, LOWERED)))
+            flag, marked = ir.Flag(rank, mark), True
+            waits = [index for index, command in enumerate(commands) if isinstance(command, ir.Wait)]
+            commands.insert(waits[-1] + 1, ir.Signal(flag, RAISED))
+            own = ir.Queue(
+                rank,
+                ir.Engine(ir.EngineKind.LOCAL),
+                (ir.Wait(flag, RAISED, ir.Comparison.EQ), ir.Signal(flag, LOWERED)),
+            )
             given = (*given, own)
         changed = {
             first.engine: dataclasses.replace(first, commands=tuple(commands)),
@@ -257,13 +248,13 @@ def resets_beside(program: Program) -> Program:
     return dataclasses.replace(program, queues=tuple(queues), flag_count=mark + marked)
 
 
-def _late_resets(queue: Queue) -> list[Command]:
+def _late_resets(queue: ir.Queue) -> list[ir.Command]:
     """Return the resets between the last signal to a peer and a move."""
     sent = max(
-        (i for i, c in enumerate(queue.commands) if isinstance(c, Signal) and c.flag.rank != queue.rank), default=0
+        (i for i, c in enumerate(queue.commands) if isinstance(c, ir.Signal) and c.flag.rank != queue.rank), default=0
     )
     behind = queue.commands[sent:]
-    moves = [index for index, command in enumerate(behind) if isinstance(command, MOVES)]
+    moves = [index for index, command in enumerate(behind) if isinstance(command, ir.MOVES)]
     before = behind[: moves[0]] if moves else ()
-    waited = {command.flag for command in before if isinstance(command, Wait)}
-    return [command for command in before if isinstance(command, Signal) and command.flag in waited]
+    waited = {command.flag for command in before if isinstance(command, ir.Wait)}
+    return [command for command in before if isinstance(command, ir.Signal) and command.flag in waited]

@@ -4,26 +4,8 @@ from __future__ import annotations
 
 import re
 
+from sidelane.program import ir
 from sidelane.program.collective import Buffer, Collective, ReduceOp, Reduction, Span
-from sidelane.program.ir import (
-    EPOCH,
-    Broadcast,
-    Command,
-    Comparison,
-    Copy,
-    Engine,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Reduce,
-    Signal,
-    SignalOp,
-    Stamp,
-    Swap,
-    Value,
-    Wait,
-)
 
 
 def parse(
@@ -34,7 +16,7 @@ def parse(
     flags: int = 16,
     prelaunched: bool = False,
     variant: str = "listed",
-) -> Program:
+) -> ir.Program:
     """Read a program from lines like those of ``describe``, under lines like ``rank 0 dma:0``.
 
     Args:
@@ -45,17 +27,17 @@ def parse(
         prelaunched: as in ``Program``.
         variant: as in ``Program``.
     """
-    queues: list[Queue] = []
+    queues: list[ir.Queue] = []
     for line in filter(None, map(str.strip, listing.splitlines())):
         if header := re.fullmatch(r"rank (\d+) (\w+):(\d+)", line):
             rank, kind, index = header.groups()
-            queues.append(Queue(int(rank), Engine(EngineKind(kind), int(index)), ()))
+            queues.append(ir.Queue(int(rank), ir.Engine(ir.EngineKind(kind), int(index)), ()))
         else:
             queue = queues.pop()
             command = _command(re.sub(r"^\d+: ", "", line), queue.rank)
-            queues.append(Queue(queue.rank, queue.engine, (*queue.commands, command)))
+            queues.append(ir.Queue(queue.rank, queue.engine, (*queue.commands, command)))
     sizes = (staging,) * collective.world_size if isinstance(staging, int) else staging
-    return Program(collective, variant, tuple(queues), sizes, flags, prelaunched)
+    return ir.Program(collective, variant, tuple(queues), sizes, flags, prelaunched)
 
 
 def without(listing: str, *lines: str) -> str:
@@ -89,41 +71,41 @@ def span(text: str) -> Span:
     return Span(int(rank), Buffer(buffer), int(start), int(end) - int(start))
 
 
-def _command(text: str, rank: int) -> Command:
+def _command(text: str, rank: int) -> ir.Command:
     word, _, rest = text.partition(" ")
     match word:
         case "copy":
             dst, src = rest.split(" <- ")
-            return Copy(span(dst), span(src))
+            return ir.Copy(span(dst), span(src))
         case "broadcast":
             first, second, src = re.split(r", | <- ", rest)
-            return Broadcast((span(first), span(second)), span(src))
+            return ir.Broadcast((span(first), span(second)), span(src))
         case "swap":
             a, b = rest.split(" <-> ")
-            return Swap(span(a), span(b))
+            return ir.Swap(span(a), span(b))
         case "reduce":
             match = re.fullmatch(r"(\S+) <- (\w+) (\w+)\((.*)\)", rest)
             assert match, text
             dst, op, dtype, srcs = match.groups()
-            return Reduce(span(dst), tuple(map(span, srcs.split(", "))), Reduction(ReduceOp(op), dtype))
+            return ir.Reduce(span(dst), tuple(map(span, srcs.split(", "))), Reduction(ReduceOp(op), dtype))
         case "signal":
             match = re.fullmatch(r"rank (\d+) flag (\d+) (set|add) (\S+)", rest)
             assert match, text
             owner, index, op, value = match.groups()
-            return Signal(Flag(int(owner), int(index)), _value(value), SignalOp(op))
+            return ir.Signal(ir.Flag(int(owner), int(index)), _value(value), ir.SignalOp(op))
         case "wait":
             match = re.fullmatch(r"flag (-?\d+) (==|>=) (\S+)", rest)
             assert match, text
             index, comparison, value = match.groups()
-            return Wait(Flag(rank, int(index)), _value(value), Comparison(comparison))
+            return ir.Wait(ir.Flag(rank, int(index)), _value(value), ir.Comparison(comparison))
         case "stamp":
-            return Stamp(int(rest))
+            return ir.Stamp(int(rest))
     raise AssertionError(text)
 
 
-def _value(text: str) -> Value:
+def _value(text: str) -> ir.Value:
     match = re.fullmatch(r"(?:(?:(\d+)\*)?(epoch)\+?)?(-?\d+)?", text)
     assert match, text
     factor, epoch, base = match.groups()
-    value = Value(int(base or 0), int(factor or 1) if epoch else 0)
-    return EPOCH if value == EPOCH else value
+    value = ir.Value(int(base or 0), int(factor or 1) if epoch else 0)
+    return ir.EPOCH if value == ir.EPOCH else value

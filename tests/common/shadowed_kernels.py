@@ -6,23 +6,12 @@ from collections.abc import Iterator
 
 from shadows import shadows_of
 
+from sidelane.program import collective
 from sidelane.program.batch import Batch, parts_of
-from sidelane.program.collective import (
-    Collective,
-    Kind,
-    ReduceOp,
-    Reduction,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    reduce_scatter,
-    split_evenly,
-)
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram, Protocol
 
-FLOATS = Reduction(ReduceOp.SUM, "float32")
+FLOATS = collective.Reduction(collective.ReduceOp.SUM, "float32")
 """Which are added in the order of the ranks, or else are something else."""
 
 MOVING = (Protocol.LL, Protocol.BLOCK_FLAGS, Protocol.PUSH, Protocol.PULL, Protocol.HOST)
@@ -31,7 +20,7 @@ SENDING = (Protocol.LL, Protocol.BLOCK_FLAGS, Protocol.RELAY, Protocol.PUSH, Pro
 """Broadcasts."""
 
 
-def kernels(n: int, part: int, blocks: int, reduction: Reduction = FLOATS) -> Iterator[KernelProgram]:
+def kernels(n: int, part: int, blocks: int, reduction: collective.Reduction = FLOATS) -> Iterator[KernelProgram]:
     """Kernels with so many bytes from rank to rank, about.
 
     Args:
@@ -50,54 +39,59 @@ def half_of(names: set[str], which: str) -> list[str]:
     return sorted(names)[start::step]
 
 
-def _single(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[KernelProgram]:
+def _single(n: int, part: int, blocks: int, reduction: collective.Reduction) -> Iterator[KernelProgram]:
     few = part // 4 + 1  # each word is two commands
     for in_place in (False, True):
         for protocol in MOVING:
             nbytes = few if protocol is Protocol.LL else part
-            yield KernelProgram(all_gather([nbytes] * n, in_place=in_place), "one_shot", protocol, blocks)
+            yield KernelProgram(collective.all_gather([nbytes] * n, in_place=in_place), "one_shot", protocol, blocks)
             if not (protocol is Protocol.PUSH and in_place):
-                exchange = all_to_all([[nbytes] * n] * n, in_place=in_place)
+                exchange = collective.all_to_all([[nbytes] * n] * n, in_place=in_place)
                 yield KernelProgram(exchange, "one_shot", protocol, blocks)
         for protocol in REDUCING:
             nbytes = _whole(few if protocol is Protocol.LL else part, reduction)
-            scatter = reduce_scatter([nbytes] * n, reduction, in_place=in_place)
+            scatter = collective.reduce_scatter([nbytes] * n, reduction, in_place=in_place)
             yield KernelProgram(scatter, "one_shot", protocol, blocks)
             shards = [0] * (n - 1) + [nbytes] if protocol is Protocol.LL else _shorter(nbytes, n, reduction)
-            reduce = all_reduce(shards, reduction, in_place=in_place)
+            reduce = collective.all_reduce(shards, reduction, in_place=in_place)
             if not (protocol is Protocol.DIRECT and in_place):
                 yield KernelProgram(reduce, "one_shot", protocol, blocks)
             if protocol in (Protocol.DIRECT, Protocol.REDUCE):
                 yield KernelProgram(reduce, "two_shot", protocol, blocks)
         for nbytes in (few, part + 40) if 1 < n < 4 else (few,) * (n > 1):  # in one turn, and in several
-            yield KernelProgram(all_gather([nbytes] * n, in_place=in_place), "one_shot", Protocol.LL_ONCE, blocks)
-            reduce = all_reduce([0] * (n - 1) + [_whole(nbytes, reduction)], reduction, in_place=in_place)
+            yield KernelProgram(
+                collective.all_gather([nbytes] * n, in_place=in_place), "one_shot", Protocol.LL_ONCE, blocks
+            )
+            reduce = collective.all_reduce([0] * (n - 1) + [_whole(nbytes, reduction)], reduction, in_place=in_place)
             yield KernelProgram(reduce, "one_shot", Protocol.LL_ONCE, blocks)
         nbytes = _whole(part, reduction)
         for shards in (_shorter(nbytes, n, reduction), [4 * nbytes] * n):  # up to five chunks
-            sent = all_reduce(shards, reduction, in_place=in_place)
+            sent = collective.all_reduce(shards, reduction, in_place=in_place)
             yield KernelProgram(sent, "two_shot_push", Protocol.SEND, blocks)
     for protocol in SENDING:
         if n > 2 or protocol is not Protocol.RELAY:
             nbytes = {Protocol.LL: few, Protocol.BLOCK_FLAGS: part}.get(protocol, 3 * part)
             root = n // 2
-            yield KernelProgram(broadcast(nbytes, n, root, in_place=True), "one_shot", protocol, blocks)
+            yield KernelProgram(collective.broadcast(nbytes, n, root, in_place=True), "one_shot", protocol, blocks)
 
 
-def _lists(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[KernelProgram]:
+def _lists(n: int, part: int, blocks: int, reduction: collective.Reduction) -> Iterator[KernelProgram]:
     """Of tensors of different sizes, one of them empty."""
     sizes = (part, 0, part // 2 + 1)
     whole = [_whole(nbytes, reduction) for nbytes in sizes]
     element = reduction.element_bytes
 
-    def program(parts: list[Collective], variant: str, protocol: Protocol) -> KernelProgram:
+    def program(parts: list[collective.Collective], variant: str, protocol: Protocol) -> KernelProgram:
         return KernelProgram(Batch(f"list of {parts[0].kind}", n, tuple(parts)), variant, protocol, blocks)
 
     for in_place in (False, True):
-        gathers = [all_gather([size] * n, in_place=in_place) for size in sizes]
-        exchanges = [all_to_all([[size] * n] * n, in_place=in_place) for size in sizes]
-        scatters = [reduce_scatter([size] * n, reduction, in_place=in_place) for size in whole]
-        reduces = [all_reduce(split_evenly(n * size, n, element), reduction, in_place=in_place) for size in whole]
+        gathers = [collective.all_gather([size] * n, in_place=in_place) for size in sizes]
+        exchanges = [collective.all_to_all([[size] * n] * n, in_place=in_place) for size in sizes]
+        scatters = [collective.reduce_scatter([size] * n, reduction, in_place=in_place) for size in whole]
+        reduces = [
+            collective.all_reduce(collective.split_evenly(n * size, n, element), reduction, in_place=in_place)
+            for size in whole
+        ]
         for protocol in MOVING[1:]:
             yield program(gathers, "one_shot", protocol)
             if not (protocol is Protocol.PUSH and in_place):
@@ -109,26 +103,26 @@ def _lists(n: int, part: int, blocks: int, reduction: Reduction) -> Iterator[Ker
             if protocol in (Protocol.DIRECT, Protocol.REDUCE):
                 yield program(reduces, "two_shot", protocol)
     for protocol in (Protocol.BLOCK_FLAGS, Protocol.PUSH, Protocol.STAGE, Protocol.HOST):
-        yield program([broadcast(3 * size, n, n - 1, in_place=True) for size in sizes], "one_shot", protocol)
+        yield program([collective.broadcast(3 * size, n, n - 1, in_place=True) for size in sizes], "one_shot", protocol)
 
 
-def _shorter(nbytes: int, n: int, reduction: Reduction) -> list[int]:
+def _shorter(nbytes: int, n: int, reduction: collective.Reduction) -> list[int]:
     """Shards, the last one a third of the others."""
     return [nbytes] * (n - 1) + [_whole(nbytes // 3, reduction)]
 
 
-def _whole(nbytes: int, reduction: Reduction) -> int:
+def _whole(nbytes: int, reduction: collective.Reduction) -> int:
     """The next size of whole elements."""
     return -(-nbytes // reduction.element_bytes) * reduction.element_bytes
 
 
 def name_of(kernel: KernelProgram) -> str:
     """The protocol, and whether it is of a list or a broadcast."""
-    broadcasts = kinds_of(kernel)[0] is Kind.BROADCAST
+    broadcasts = kinds_of(kernel)[0] is collective.Kind.BROADCAST
     return f"{'list of ' * kernel.listed}{'broadcast ' * broadcasts}{kernel.protocol}"
 
 
-def kinds_of(kernel: KernelProgram) -> tuple[Kind, bool]:
+def kinds_of(kernel: KernelProgram) -> tuple[collective.Kind, bool]:
     """What a kernel does, and whether it does so in place."""
     part = next(part for part, _ in parts_of(kernel.collective))
     return part.kind, part.in_place

@@ -11,23 +11,9 @@ from sidelane.execute.cuda.calls import LaunchReduce, Memcpy, MemcpyBatch, MemOp
 from sidelane.execute.cuda.plan import MAX_BATCH, plan_calls
 from sidelane.execute.cuda.release import READ_CAPACITY
 from sidelane.program import collective as define
+from sidelane.program import ir
 from sidelane.program.builders import build, variants
 from sidelane.program.collective import Span
-from sidelane.program.ir import (
-    EPOCH,
-    Copy,
-    Engine,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Signal,
-    SignalOp,
-    Swap,
-    Value,
-    Wait,
-    has_epochs,
-)
 from sidelane.program.transform import freeze
 from sidelane_lab.sim.prelaunch import prelaunch
 
@@ -65,21 +51,23 @@ def test_moving_collectives_are_copies_and_memory_operations_alone(world_size: i
             plan = plan_calls(program, rank)
             assert bool(of_type(plan, LaunchReduce)) == reducing
             moved = sum(copy.nbytes for copy in copies_of(plan))
-            asked = sum(c.src.nbytes for q in program.queues_of(rank) for c in q.commands if isinstance(c, Copy))
+            asked = sum(c.src.nbytes for q in program.queues_of(rank) for c in q.commands if isinstance(c, ir.Copy))
             assert moved == asked
 
 
 def test_nothing_is_submitted_for_zero_bytes() -> None:
     span = Span(0, define.Buffer.OUTPUT, 0, 0)
     source = Span(0, define.Buffer.INPUT, 0, 0)
-    queue = Queue(0, Engine(EngineKind.LOCAL), (Copy(span, source),))
-    plan = plan_calls(Program(all_gather(1, 0), "test", (queue,), (0,), 0), 0)
+    queue = ir.Queue(0, ir.Engine(ir.EngineKind.LOCAL), (ir.Copy(span, source),))
+    plan = plan_calls(ir.Program(all_gather(1, 0), "test", (queue,), (0,), 0), 0)
     assert not copies_of(plan) and plan.streams == 1
 
 
 def test_a_batch_respects_the_limit_of_the_driver() -> None:
-    waits = tuple(Wait(Flag(0, index), EPOCH) for index in range(MAX_BATCH + 10))
-    program = Program(all_gather(1, 0), "test", (Queue(0, Engine(EngineKind.DMA), waits),), (0,), len(waits))
+    waits = tuple(ir.Wait(ir.Flag(0, index), ir.EPOCH) for index in range(MAX_BATCH + 10))
+    program = ir.Program(
+        all_gather(1, 0), "test", (ir.Queue(0, ir.Engine(ir.EngineKind.DMA), waits),), (0,), len(waits)
+    )
     batches = of_type(plan_calls(program, 0), MemOps)
     assert [len(batch.ops) for batch in batches] == [MAX_BATCH, 12]
 
@@ -101,13 +89,13 @@ def test_a_captured_prelaunched_program_is_the_program() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        Swap(Span(0, define.Buffer.OUTPUT, 0, 4), Span(0, define.Buffer.OUTPUT, 4, 4)),
-        Signal(Flag(0, 0), Value(1), SignalOp.ADD),
-        Wait(Flag(1, 0), EPOCH),
+        ir.Swap(Span(0, define.Buffer.OUTPUT, 0, 4), Span(0, define.Buffer.OUTPUT, 4, 4)),
+        ir.Signal(ir.Flag(0, 0), ir.Value(1), ir.SignalOp.ADD),
+        ir.Wait(ir.Flag(1, 0), ir.EPOCH),
     ],
 )
 def test_commands_that_the_driver_lacks_are_refused(command: object) -> None:
-    program = Program(all_gather(2, 4), "test", (Queue(0, Engine(EngineKind.DMA), (command,)),), (0, 0), 1)  # type: ignore[arg-type]
+    program = ir.Program(all_gather(2, 4), "test", (ir.Queue(0, ir.Engine(ir.EngineKind.DMA), (command,)),), (0, 0), 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the driver has no such command"):
         plan_calls(program, 0)
 
@@ -121,4 +109,4 @@ def test_routes() -> None:
     with pytest.raises(ValueError, match=r"value=an eager call, allowed=a graph"):
         choose_route(0x55550000, False, True)
     program = build(all_gather(2), "b2b")
-    assert has_epochs(program) and not has_epochs(freeze(program))
+    assert ir.has_epochs(program) and not ir.has_epochs(freeze(program))

@@ -12,35 +12,19 @@ from worlds import LocalWorld, reduced, torch_dtype
 from sidelane.errors import PeerTimeoutError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cpu import CpuExecutor
+from sidelane.program import ir
 from sidelane.program.collective import ELEMENT_BYTES, Buffer, ReduceOp, Reduction, Span, all_to_all
-from sidelane.program.ir import (
-    EPOCH,
-    Broadcast,
-    Command,
-    Comparison,
-    Copy,
-    Engine,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Reduce,
-    Signal,
-    SignalOp,
-    Stamp,
-    Swap,
-    Value,
-    Wait,
-)
 
-DMA, COMPUTE = Engine(EngineKind.DMA), Engine(EngineKind.COMPUTE)
+DMA, COMPUTE = ir.Engine(ir.EngineKind.DMA), ir.Engine(ir.EngineKind.COMPUTE)
 BIG = (8 << 20) + 3  # more than one piece of a copy
 
 
-def single(nbytes: int, *commands: Command, staging_bytes: int = 0, engine: Engine = DMA, flags: int = 8) -> Program:
+def single(
+    nbytes: int, *commands: ir.Command, staging_bytes: int = 0, engine: ir.Engine = DMA, flags: int = 8
+) -> ir.Program:
     """One rank, one queue. The collective only gives the buffers their size."""
     collective = all_to_all([[nbytes]])
-    return Program(collective, "by hand", (Queue(0, engine, commands),), (staging_bytes,), flag_count=flags)
+    return ir.Program(collective, "by hand", (ir.Queue(0, engine, commands),), (staging_bytes,), flag_count=flags)
 
 
 def place(buffer: Buffer, offset: int, nbytes: int) -> Span:
@@ -57,7 +41,7 @@ def test_copy_broadcast_and_swap_move_every_byte_and_no_other(nbytes: int) -> No
     src, a = place(Buffer.INPUT, 0, nbytes), place(Buffer.INPUT, nbytes, nbytes)
     dsts = [place(Buffer.OUTPUT, 2 + i * nbytes, nbytes) for i in range(3)]
     b = place(Buffer.STAGING, 0, nbytes)
-    commands = (Copy(dsts[0], src), Broadcast((dsts[1], dsts[2]), src), Swap(a, b))
+    commands = (ir.Copy(dsts[0], src), ir.Broadcast((dsts[1], dsts[2]), src), ir.Swap(a, b))
     program = single(3 * nbytes + 3, *commands, staging_bytes=nbytes)
     with LocalWorld(1) as world:
         loaded = world.load(program)
@@ -76,9 +60,9 @@ def test_copy_broadcast_and_swap_move_every_byte_and_no_other(nbytes: int) -> No
 
 def test_stamps_are_in_the_order_of_the_queue() -> None:
     nbytes = 1 << 20
-    copy = Copy(place(Buffer.OUTPUT, 0, nbytes), place(Buffer.INPUT, 0, nbytes))
+    copy = ir.Copy(place(Buffer.OUTPUT, 0, nbytes), place(Buffer.INPUT, 0, nbytes))
     with LocalWorld(1) as world:
-        loaded = world.load(single(nbytes, Stamp(3), copy, Stamp(0), Stamp(1)))
+        loaded = world.load(single(nbytes, ir.Stamp(3), copy, ir.Stamp(0), ir.Stamp(1)))
         stamps = []
         for epoch in (1, 2):
             (pending,) = loaded.start(epoch)
@@ -92,25 +76,25 @@ def test_stamps_are_in_the_order_of_the_queue() -> None:
 @pytest.mark.parametrize(
     ("held", "comparison", "value", "epoch", "passes"),
     [
-        (5, Comparison.GE, EPOCH, 5, True),
-        (6, Comparison.GE, EPOCH, 5, True),
-        (4, Comparison.GE, EPOCH, 5, False),
-        (6, Comparison.EQ, EPOCH, 5, False),
-        (5, Comparison.EQ, EPOCH, 5, True),
-        (11, Comparison.GE, Value(1, 2), 5, True),
-        (10, Comparison.GE, Value(1, 2), 5, False),
+        (5, ir.Comparison.GE, ir.EPOCH, 5, True),
+        (6, ir.Comparison.GE, ir.EPOCH, 5, True),
+        (4, ir.Comparison.GE, ir.EPOCH, 5, False),
+        (6, ir.Comparison.EQ, ir.EPOCH, 5, False),
+        (5, ir.Comparison.EQ, ir.EPOCH, 5, True),
+        (11, ir.Comparison.GE, ir.Value(1, 2), 5, True),
+        (10, ir.Comparison.GE, ir.Value(1, 2), 5, False),
         # 32 bits: values wrap around, and "at least" looks at the sign of the difference.
-        (0xFFFFFFFF, Comparison.GE, EPOCH, 0xFFFFFFFE, True),
-        (3, Comparison.GE, EPOCH, 0xFFFFFFFE, True),
-        (0xFFFFFFFE, Comparison.GE, EPOCH, 2**32 + 3, False),
-        (3, Comparison.EQ, EPOCH, 2**32 + 3, True),
-        (0x80000005, Comparison.GE, EPOCH, 5, False),
-        (0x80000004, Comparison.GE, EPOCH, 0x80000003, True),
+        (0xFFFFFFFF, ir.Comparison.GE, ir.EPOCH, 0xFFFFFFFE, True),
+        (3, ir.Comparison.GE, ir.EPOCH, 0xFFFFFFFE, True),
+        (0xFFFFFFFE, ir.Comparison.GE, ir.EPOCH, 2**32 + 3, False),
+        (3, ir.Comparison.EQ, ir.EPOCH, 2**32 + 3, True),
+        (0x80000005, ir.Comparison.GE, ir.EPOCH, 5, False),
+        (0x80000004, ir.Comparison.GE, ir.EPOCH, 0x80000003, True),
     ],
 )
-def test_waits_compare_32_bits(held: int, comparison: Comparison, value: Value, epoch: int, passes: bool) -> None:
+def test_waits_compare_32_bits(held: int, comparison: ir.Comparison, value: ir.Value, epoch: int, passes: bool) -> None:
     with LocalWorld(1, timeout_s=10 if passes else 0.05) as world:
-        loaded = world.load(single(1, Wait(Flag(0, 2), value, comparison)))
+        loaded = world.load(single(1, ir.Wait(ir.Flag(0, 2), value, comparison)))
         world.flags[0][2] = held - 2**32 if held >= 2**31 else held
         if passes:
             loaded.run(epoch)
@@ -121,7 +105,7 @@ def test_waits_compare_32_bits(held: int, comparison: Comparison, value: Value, 
 
 def test_signals_write_32_bits_and_no_neighbour() -> None:
     with LocalWorld(1) as world:
-        loaded = world.load(single(1, Signal(Flag(0, 1), EPOCH), Signal(Flag(0, 3), Value(7))))
+        loaded = world.load(single(1, ir.Signal(ir.Flag(0, 1), ir.EPOCH), ir.Signal(ir.Flag(0, 3), ir.Value(7))))
         loaded.run(2**32 + 9)
         assert world.flags[0][:5].tolist() == [0, 9, 0, 7, 0]
         loaded.run(2**33 - 1)
@@ -141,7 +125,7 @@ def run_reduce(reduction: Reduction, inputs: torch.Tensor, *, in_place: bool = F
     sources, nbytes = len(inputs), inputs[0].nbytes
     srcs = tuple(place(Buffer.STAGING, i * nbytes, nbytes) for i in range(sources))
     dst = srcs[1] if in_place else place(Buffer.OUTPUT, 0, nbytes)
-    program = single(nbytes, Reduce(dst, srcs, reduction), staging_bytes=sources * nbytes, engine=COMPUTE)
+    program = single(nbytes, ir.Reduce(dst, srcs, reduction), staging_bytes=sources * nbytes, engine=COMPUTE)
     with LocalWorld(1) as world:
         loaded = world.load(program)
         loaded.memory[0, Buffer.STAGING].copy_(inputs.view(-1).view(torch.uint8))
@@ -225,22 +209,22 @@ FOUR, SIX = place(Buffer.INPUT, 0, 4), place(Buffer.OUTPUT, 0, 6)
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        (Signal(Flag(0, 0), EPOCH, SignalOp.ADD), r"add to a flag atomically \(value=add, allowed=set\)"),
-        (Signal(Flag(0, 8), EPOCH), r"no such flag \(value=8, allowed=0..7\)"),
-        (Wait(Flag(1, 0), EPOCH), r"waits on a flag of another rank \(value=1, allowed=0\)"),
-        (Copy(SIX, FOUR), r"differ in size \(value=\[4, 6\] bytes\)"),
-        (Swap(SIX, FOUR), "differ in size"),
-        (Broadcast((FOUR, SIX), FOUR), "differ in size"),
-        (Copy(place(Buffer.OUTPUT, 30, 4), FOUR), r"out of bounds \(value=output@0\[30:34\], allowed=0..32\)"),
-        (Reduce(SIX, (SIX, SIX), Reduction(ReduceOp.SUM, "float32")), r"not whole elements \(value=6 bytes"),
-        (Reduce(SIX, (), Reduction(ReduceOp.SUM, "float32")), "nothing to reduce"),
-        (Copy(place(Buffer.STAGING, 0, 4), FOUR), "no address for the staging of rank 0"),
-        (Copy(Span(-1, Buffer.OUTPUT, 0, 4), FOUR), r"no such rank \(value=-1, allowed=0..0\)"),
-        (Signal(Flag(1, 0), EPOCH), r"no such rank \(value=1, allowed=0..0\)"),
+        (ir.Signal(ir.Flag(0, 0), ir.EPOCH, ir.SignalOp.ADD), r"add to a flag atomically \(value=add, allowed=set\)"),
+        (ir.Signal(ir.Flag(0, 8), ir.EPOCH), r"no such flag \(value=8, allowed=0..7\)"),
+        (ir.Wait(ir.Flag(1, 0), ir.EPOCH), r"waits on a flag of another rank \(value=1, allowed=0\)"),
+        (ir.Copy(SIX, FOUR), r"differ in size \(value=\[4, 6\] bytes\)"),
+        (ir.Swap(SIX, FOUR), "differ in size"),
+        (ir.Broadcast((FOUR, SIX), FOUR), "differ in size"),
+        (ir.Copy(place(Buffer.OUTPUT, 30, 4), FOUR), r"out of bounds \(value=output@0\[30:34\], allowed=0..32\)"),
+        (ir.Reduce(SIX, (SIX, SIX), Reduction(ReduceOp.SUM, "float32")), r"not whole elements \(value=6 bytes"),
+        (ir.Reduce(SIX, (), Reduction(ReduceOp.SUM, "float32")), "nothing to reduce"),
+        (ir.Copy(place(Buffer.STAGING, 0, 4), FOUR), "no address for the staging of rank 0"),
+        (ir.Copy(Span(-1, Buffer.OUTPUT, 0, 4), FOUR), r"no such rank \(value=-1, allowed=0..0\)"),
+        (ir.Signal(ir.Flag(1, 0), ir.EPOCH), r"no such rank \(value=1, allowed=0..0\)"),
     ],
 )
-def test_load_refuses_what_it_cannot_run(command: Command, text: str) -> None:
-    program = single(32, Stamp(0), command, staging_bytes=4)
+def test_load_refuses_what_it_cannot_run(command: ir.Command, text: str) -> None:
+    program = single(32, ir.Stamp(0), command, staging_bytes=4)
     with LocalWorld(1) as world:
         memory = torch.zeros(64, dtype=torch.uint8)
         addresses = Addresses(
@@ -251,8 +235,8 @@ def test_load_refuses_what_it_cannot_run(command: Command, text: str) -> None:
 
 
 def test_load_refuses_two_queues_on_an_engine_and_missing_flag_memory() -> None:
-    queue = Queue(0, DMA, (Stamp(0),))
-    program = Program(all_to_all([[4]]), "by hand", (queue, queue), (0,), 0)
+    queue = ir.Queue(0, DMA, (ir.Stamp(0),))
+    program = ir.Program(all_to_all([[4]]), "by hand", (queue, queue), (0,), 0)
     with LocalWorld(1) as world:
         with pytest.raises(ValueError, match="two queues on one engine"):
             world.load(program)
@@ -263,5 +247,5 @@ def test_load_refuses_two_queues_on_an_engine_and_missing_flag_memory() -> None:
 def test_capabilities_say_what_runs_natively() -> None:
     with LocalWorld(1) as world:
         executor: CpuExecutor = world.executors[0]
-        assert executor.capabilities.moves == {Copy, Broadcast, Swap}
+        assert executor.capabilities.moves == {ir.Copy, ir.Broadcast, ir.Swap}
         assert executor.capabilities.device_type == "cpu"

@@ -8,21 +8,7 @@ from typing import Any
 from small_programs import SUM, all_gather
 
 from goldens import check_golden
-from sidelane.execute.cuda.calls import (
-    LaunchReduce,
-    Memcpy,
-    MemcpyBatch,
-    MemcpyEveryOther,
-    MemOps,
-    Operand,
-    RecordEvent,
-    RecordStamp,
-    SignalWord,
-    StreamPlan,
-    WaitEvent,
-    WaitValue,
-    WriteValue,
-)
+from sidelane.execute.cuda import calls
 from sidelane.execute.cuda.copy_batches import LEAST_SPLIT_BYTES
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.streams import INLINE_BYTES
@@ -116,39 +102,39 @@ PLANS: dict[str, tuple[Program, int, dict[str, Any]]] = {
 
 def place(where: object) -> str:
     match where:
-        case Operand(rank, buffer, offset):
+        case calls.Operand(rank, buffer, offset):
             return f"{buffer}@{rank}+{offset}"
         case Flag(rank, index):
             return f"flag {index}@{rank}"
-        case SignalWord(index):
+        case calls.SignalWord(index):
             return f"cell {index}"
     return str(where)
 
 
 def text(call: object) -> str:
     match call:
-        case MemOps(ops):
+        case calls.MemOps(ops):
             return ", ".join(map(text, ops))
-        case WriteValue(target, value):
+        case calls.WriteValue(target, value):
             return f"{place(target)} = {value}"
-        case WaitValue(flag, value, comparison):
+        case calls.WaitValue(flag, value, comparison):
             return f"until {place(flag)} {comparison} {value}"
-        case Memcpy(dst, src, nbytes, within_rank):
+        case calls.Memcpy(dst, src, nbytes, within_rank):
             return f"{'own ' * within_rank}{place(dst)} <- {place(src)} ({nbytes})"
-        case MemcpyBatch(copies):
+        case calls.MemcpyBatch(copies):
             return "together " + ", ".join(map(text, copies))
-        case MemcpyEveryOther(dst, src, nbytes, rows):
+        case calls.MemcpyEveryOther(dst, src, nbytes, rows):
             return f"{place(dst)} <- {place(src)} ({nbytes}, {rows} rows)"
-        case LaunchReduce(dst, srcs, nbytes, reduction):
+        case calls.LaunchReduce(dst, srcs, nbytes, reduction):
             return f"{place(dst)} <- {reduction.op} of {', '.join(map(place, srcs))} ({nbytes})"
-        case RecordEvent(event) | WaitEvent(event):
-            return f"{'record' if isinstance(call, RecordEvent) else 'wait for'} event {event}"
-        case RecordStamp(slot):
+        case calls.RecordEvent(event) | calls.WaitEvent(event):
+            return f"{'record' if isinstance(call, calls.RecordEvent) else 'wait for'} event {event}"
+        case calls.RecordStamp(slot):
             return f"stamp {slot}"
     raise AssertionError(call)
 
 
-def listing(plan: StreamPlan) -> str:
+def listing(plan: calls.StreamPlan) -> str:
     head = f"{plan.streams} streams, {plan.events} events, {plan.signal_words} words"
     return "\n".join([head, *(f"{step.stream}: {text(step.call)}" for step in plan.steps)])
 

@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sidelane_lab.studies.gemms import (
-    COLD_BYTES,
-    FITTED,
-    MODELS,
-    SEEN,
-    LinearLayers,
-    calls_of,
-    projections,
-)
+from sidelane_lab.studies import gemms
 
 
 def test_a_wrong_result_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,8 +17,8 @@ def test_a_wrong_result_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(torch, "mm", wrong)
-    gemm = projections(("llama-70b/8",))[5].gemm.for_cpu()
-    layers = LinearLayers(gemm, torch.device("cpu"), 0)
+    gemm = gemms.projections(("llama-70b/8",))[5].gemm.for_cpu()
+    layers = gemms.LinearLayers(gemm, torch.device("cpu"), 0)
     layers.run()
     assert layers.error(0) == "the result differs from that in float64"
     layers.fill(1)
@@ -34,7 +26,7 @@ def test_a_wrong_result_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shapes() -> None:
-    everything = projections()
+    everything = gemms.projections()
     assert len(everything) == 160 and len({one.gemm for one in everything}) == 160
-    assert set(FITTED) | set(SEEN) < set(MODELS) and not set(FITTED) & set(SEEN)
-    assert all(calls_of(one.gemm) * one.gemm.nbytes >= COLD_BYTES / 2 for one in everything)
+    assert set(gemms.FITTED) | set(gemms.SEEN) < set(gemms.MODELS) and not set(gemms.FITTED) & set(gemms.SEEN)
+    assert all(gemms.calls_of(one.gemm) * one.gemm.nbytes >= gemms.COLD_BYTES / 2 for one in everything)

@@ -11,26 +11,11 @@ from sidelane.c3.strategies import named, strategies
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.harness.ways import Problem
+from sidelane_lab.pairs import workload
 from sidelane_lab.pairs.pair import GEMM, PairLaunch
-from sidelane_lab.pairs.workload import (
-    CPU_GEMM_FLOPS,
-    TABLE_I,
-    Bound,
-    C3Class,
-    Gemm,
-    Workload,
-    classify,
-    format_bytes,
-    ideal_speedup,
-    parse_bytes,
-    parse_gemm,
-    parse_workload,
-    percent_of_ideal,
-    speedup,
-)
 from sidelane_lab.studies.c3.comparison import WORTH, aliases_of, judge, lasting, narrowed, pair_label
 
-PAIR = parse_workload("cb1_896M")
+PAIR = workload.parse_workload("cb1_896M")
 WANTED = tuple(map(named, ("serial", "c3_base", "c3_sp", "conccl", "nccl_ce")))
 
 
@@ -47,25 +32,25 @@ DMA, CE = Way("dma", "dma in place", True), Way("nccl_ce", "nccl_ce in place", T
 
 def test_worked_example_of_hardware_md() -> None:
     # cb1 takes 1.41 ms, the best all-gather of 896 MiB 1.84 ms, both together 1.86 ms.
-    assert ideal_speedup(1410, 1840) == pytest.approx(3250 / 1840)
-    assert speedup(1410, 1840, 1860) == pytest.approx(3250 / 1860)
-    assert percent_of_ideal(1410, 1840, 1860) == pytest.approx(97.5, abs=0.1)
+    assert workload.ideal_speedup(1410, 1840) == pytest.approx(3250 / 1840)
+    assert workload.speedup(1410, 1840, 1860) == pytest.approx(3250 / 1860)
+    assert workload.percent_of_ideal(1410, 1840, 1860) == pytest.approx(97.5, abs=0.1)
     # NCCL alone takes 2.17 ms: the papers' figure is more generous to the same 1.86 ms.
-    assert percent_of_ideal(1410, 2170, 1860) == pytest.approx(142.3, abs=0.1)
+    assert workload.percent_of_ideal(1410, 2170, 1860) == pytest.approx(142.3, abs=0.1)
 
 
 def test_ends_of_the_scale() -> None:
-    assert percent_of_ideal(100, 50, 150) == pytest.approx(0)  # serial
-    assert percent_of_ideal(100, 50, 100) == pytest.approx(100)  # the shorter one hidden entirely
-    assert percent_of_ideal(100, 50, 125) == pytest.approx(40)
-    assert percent_of_ideal(100, 50, 300) == pytest.approx(-100)  # slower than serial: not cut off
+    assert workload.percent_of_ideal(100, 50, 150) == pytest.approx(0)  # serial
+    assert workload.percent_of_ideal(100, 50, 100) == pytest.approx(100)  # the shorter one hidden entirely
+    assert workload.percent_of_ideal(100, 50, 125) == pytest.approx(40)
+    assert workload.percent_of_ideal(100, 50, 300) == pytest.approx(-100)  # slower than serial: not cut off
 
 
 def test_average_of_the_conccl_paper() -> None:
     # c3_base: 1.13x where 1.6x is ideal is 21% of ideal (section I).
     gemm, comm = 1.0, 0.6
-    assert ideal_speedup(gemm, comm) == pytest.approx(1.6)
-    assert percent_of_ideal(gemm, comm, (gemm + comm) / 1.13) == pytest.approx(21, abs=1)
+    assert workload.ideal_speedup(gemm, comm) == pytest.approx(1.6)
+    assert workload.percent_of_ideal(gemm, comm, (gemm + comm) / 1.13) == pytest.approx(21, abs=1)
 
 
 def judged(times: dict[str, list[float]], failures: dict[str, Problem] | None = None, **kwargs: dict[str, str]):
@@ -99,12 +84,12 @@ def test_every_strategy_gets_its_best_configuration_and_the_strictest_ideal() ->
     assert (rows["c3_base"].note, rows["c3_base"].comm_us) == (NCCL.label, 2200)
     assert rows["c3_sp"].note == NCCL_IN_PLACE.label
     for row in rows.values():
-        assert (row.best_comm_us, row.c3_class) == (1800, C3Class.C_LONG)
+        assert (row.best_comm_us, row.c3_class) == (1800, workload.C3Class.C_LONG)
         assert row.ideal == pytest.approx(3200 / 1800)
         assert row.speedup == pytest.approx(3200 / row.time_us)
-    assert rows["conccl"].percent_of_ideal == pytest.approx(percent_of_ideal(1400, 1800, 1850))
+    assert rows["conccl"].percent_of_ideal == pytest.approx(workload.percent_of_ideal(1400, 1800, 1850))
     # The papers' figure takes the library's best isolated time: in place.
-    assert rows["conccl"].percent_of_ideal_nccl == pytest.approx(percent_of_ideal(1400, 2000, 1850))
+    assert rows["conccl"].percent_of_ideal_nccl == pytest.approx(workload.percent_of_ideal(1400, 2000, 1850))
     assert auto.chosen == "conccl"
 
 
@@ -173,15 +158,15 @@ H200_FLOPS_PER_BYTE = 206.0
 
 def test_the_paper_s_gemms_have_8192_tokens_in_one_dimension() -> None:
     # Forward projections have them as n, weight gradients as k: what tells us the order of the dimensions.
-    forward = {tag: parse_gemm(tag) for tag in ("cb2", "cb4", "cb5")}
-    gradients = {tag: parse_gemm(tag) for tag in ("cb3", "mb1", "mb2")}
+    forward = {tag: workload.parse_gemm(tag) for tag in ("cb2", "cb4", "cb5")}
+    gradients = {tag: workload.parse_gemm(tag) for tag in ("cb3", "mb1", "mb2")}
     assert all(gemm.n == 8192 and gemm.k == 16384 for gemm in forward.values())
     assert all(gemm.k == 8192 and gemm.n != 8192 for gemm in gradients.values())
-    assert set(forward) | set(gradients) | {"cb1"} == set(TABLE_I)
+    assert set(forward) | set(gradients) | {"cb1"} == set(workload.TABLE_I)
 
 
 def test_operations_and_bytes_of_cb1() -> None:
-    gemm = parse_gemm("cb1")
+    gemm = workload.parse_gemm("cb1")
     assert gemm.flops == 2 * 8192**3
     assert gemm.nbytes == 3 * 8192**2 * 2
     # 1.41 ms at 770 TFLOP/s on an H200 (results/notes/hardware.md)
@@ -189,81 +174,81 @@ def test_operations_and_bytes_of_cb1() -> None:
 
 
 def test_bound_follows_the_traffic_that_is_given() -> None:
-    gemm = parse_gemm("mb1")
-    assert gemm.bound(H200_FLOPS_PER_BYTE) is Bound.COMPUTE
+    gemm = workload.parse_gemm("mb1")
+    assert gemm.bound(H200_FLOPS_PER_BYTE) is workload.Bound.COMPUTE
     # The paper calls it memory-bound by measured traffic, which is more than the least possible.
-    assert gemm.bound(H200_FLOPS_PER_BYTE, measured_bytes=20 * gemm.nbytes) is Bound.MEMORY
-    assert Gemm(1, 8192, 8192).bound(H200_FLOPS_PER_BYTE) is Bound.MEMORY  # a GEMV
+    assert gemm.bound(H200_FLOPS_PER_BYTE, measured_bytes=20 * gemm.nbytes) is workload.Bound.MEMORY
+    assert workload.Gemm(1, 8192, 8192).bound(H200_FLOPS_PER_BYTE) is workload.Bound.MEMORY  # a GEMV
 
 
 @pytest.mark.parametrize(
     ("gemm_us", "comm_us", "expected"),
     [
-        (1410.0, 1840.0, C3Class.C_LONG),  # cb1 and 896 MiB on four H200s; C-long in the paper's Table II too
-        (11500.0, 1840.0, C3Class.G_LONG),  # mb1 and 896 MiB; G-long in the paper
-        (114.9, 100.0, C3Class.GC_EQUAL),  # "more than 115%"
-        (115.1, 100.0, C3Class.G_LONG),
-        (100.0, 114.9, C3Class.GC_EQUAL),
-        (100.0, 115.1, C3Class.C_LONG),
+        (1410.0, 1840.0, workload.C3Class.C_LONG),  # cb1 and 896 MiB on four H200s; C-long in the paper's Table II too
+        (11500.0, 1840.0, workload.C3Class.G_LONG),  # mb1 and 896 MiB; G-long in the paper
+        (114.9, 100.0, workload.C3Class.GC_EQUAL),  # "more than 115%"
+        (115.1, 100.0, workload.C3Class.G_LONG),
+        (100.0, 114.9, workload.C3Class.GC_EQUAL),
+        (100.0, 115.1, workload.C3Class.C_LONG),
     ],
 )
-def test_classes(gemm_us: float, comm_us: float, expected: C3Class) -> None:
-    assert classify(gemm_us, comm_us) is expected
+def test_classes(gemm_us: float, comm_us: float, expected: workload.C3Class) -> None:
+    assert workload.classify(gemm_us, comm_us) is expected
 
 
 @pytest.mark.parametrize("times", [(0.0, 1.0), (1.0, -1.0), (float("nan"), 1.0), (1.0, float("inf"))])
 def test_classes_need_times(times: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="positive"):
-        classify(*times)
+        workload.classify(*times)
 
 
 def test_sizes_are_binary_and_read_back() -> None:
     # 896M is LLaMA-70B's fused gate and up projection in bf16, 3.25G that of LLaMA-405B.
-    assert parse_bytes("896M") == 8192 * 57344 * 2
-    assert parse_bytes("1.2G") == 1288490192, "whole elements of any dtype"
-    assert parse_bytes("0.001K") == 16
-    assert parse_bytes("3.25G") == parse_bytes("3.25 GiB") == 16384 * 106496 * 2
+    assert workload.parse_bytes("896M") == 8192 * 57344 * 2
+    assert workload.parse_bytes("1.2G") == 1288490192, "whole elements of any dtype"
+    assert workload.parse_bytes("0.001K") == 16
+    assert workload.parse_bytes("3.25G") == workload.parse_bytes("3.25 GiB") == 16384 * 106496 * 2
     for nbytes in (1, 1000, 1024, 1536, 896 << 20, 13 << 28, (1 << 30) + 1):
-        assert parse_bytes(format_bytes(nbytes)) == nbytes
+        assert workload.parse_bytes(workload.format_bytes(nbytes)) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "M", "-1K", "1T", "1.3", "1e3"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="^not a size"):
-        parse_bytes(text)
+        workload.parse_bytes(text)
 
 
 def test_pairs_as_table_ii_writes_them() -> None:
-    pair = parse_workload("mb2_3.25G", Kind.ALL_TO_ALL)
-    assert pair == Workload(Gemm(16384, 106496, 8192, tag="mb2"), Kind.ALL_TO_ALL, 13 << 28)
+    pair = workload.parse_workload("mb2_3.25G", Kind.ALL_TO_ALL)
+    assert pair == workload.Workload(workload.Gemm(16384, 106496, 8192, tag="mb2"), Kind.ALL_TO_ALL, 13 << 28)
     assert pair.name == "mb2_3.25G all_to_all"
-    assert parse_workload("512x256x128_64K", dtype="float32").gemm == Gemm(512, 256, 128, "float32")
+    assert workload.parse_workload("512x256x128_64K", dtype="float32").gemm == workload.Gemm(512, 256, 128, "float32")
 
 
 @pytest.mark.parametrize("text", ["cb1", "cb9_1M", "cb1_", "8x8_1M", "0x8x8_1M", "cb1_0"])
 def test_what_is_no_pair(text: str) -> None:
     with pytest.raises(ValueError, match=r"^not a (pair|GEMM|size) |Gemm|Workload"):
-        parse_workload(text)
+        workload.parse_workload(text)
 
 
 def test_dtypes_are_those_of_gemms() -> None:
     with pytest.raises(ValueError, match="allowed=bfloat16"):
-        parse_gemm("cb1", "int32")
+        workload.parse_gemm("cb1", "int32")
 
 
-@pytest.mark.parametrize("tag", sorted(TABLE_I))
+@pytest.mark.parametrize("tag", sorted(workload.TABLE_I))
 def test_cpu_sizes_are_the_largest_that_fit(tag: str) -> None:
-    whole = parse_workload(f"{tag}_896M")
+    whole = workload.parse_workload(f"{tag}_896M")
     small = whole.scaled_for_cpu()
     divisor = small.gemm.divisor
-    assert small.gemm.flops <= CPU_GEMM_FLOPS < whole.gemm.scaled(divisor // 2).flops
+    assert small.gemm.flops <= workload.CPU_GEMM_FLOPS < whole.gemm.scaled(divisor // 2).flops
     assert small.nbytes == whole.nbytes // divisor
     assert small.gemm.name == f"{tag}/{divisor}"
-    assert (small.gemm.m, small.gemm.n, small.gemm.k) == tuple(size // divisor for size in TABLE_I[tag])
+    assert (small.gemm.m, small.gemm.n, small.gemm.k) == tuple(size // divisor for size in workload.TABLE_I[tag])
 
 
 def test_what_is_small_stays_as_it_is() -> None:
-    small = parse_workload("64x64x64_4K", dtype="float32")
+    small = workload.parse_workload("64x64x64_4K", dtype="float32")
     assert small.scaled_for_cpu() == small
 
 

@@ -17,6 +17,7 @@ from sdma_world import Caller, World, address_of, addresses_of, sizes_of, words_
 from worlds import Rig
 
 from sidelane.execute.base import Addresses, Pieces
+from sidelane.program import ir
 from sidelane.program.batch import Batch
 from sidelane.program.builders import Transport, algorithms, build, build_batch, list_variants
 from sidelane.program.builders.relay import relay
@@ -35,21 +36,6 @@ from sidelane.program.collective import (
     reduce_scatter,
     scatter,
     split_evenly,
-)
-from sidelane.program.ir import (
-    EPOCH,
-    Broadcast,
-    Copy,
-    Engine,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Signal,
-    SignalOp,
-    Stamp,
-    Swap,
-    Wait,
 )
 from sidelane.program.transform import freeze, hold, lower
 from sidelane.program.verify import verify
@@ -79,7 +65,7 @@ def collectives(n: int, draw: random.Random) -> Iterator[Collective]:
     yield gather(uneven, root=1 % n)
 
 
-def programs(n: int, draw: random.Random) -> Iterator[tuple[Program, ...]]:
+def programs(n: int, draw: random.Random) -> Iterator[tuple[ir.Program, ...]]:
     """Every algorithm of every collective, with a transport and a transform drawn at random."""
     for collective in collectives(n, draw):
         for algorithm in algorithms(collective.kind):
@@ -90,8 +76,8 @@ def programs(n: int, draw: random.Random) -> Iterator[tuple[Program, ...]]:
                 staged = collective.in_place and collective.kind is Kind.ALL_TO_ALL and algorithm.name != "swap"
                 program = build(collective, algorithm.name, Transport.STAGED if staged else Transport.PUSH)
             if draw.random() < 0.2:
-                program = lower(program, {Copy})
-            change: Callable[[Program], Program] = draw.choice([prelaunch, hold, freeze, dataclasses.replace])
+                program = lower(program, {ir.Copy})
+            change: Callable[[ir.Program], ir.Program] = draw.choice([prelaunch, hold, freeze, dataclasses.replace])
             yield (change(program),)
     yield (relay(broadcast(3000, n, 0, in_place=True), rounds=3),)
     for variant in list_variants(Kind.ALL_GATHER):
@@ -140,7 +126,7 @@ def test_ranks_in_processes_of_their_own(pool: RankPool, n: int) -> None:
 # Mistakes are seen.
 
 
-def without(program: Program, kind: type[Wait] | type[Signal], number: int) -> Program:
+def without(program: ir.Program, kind: type[ir.Wait] | type[ir.Signal], number: int) -> ir.Program:
     """Without a wait or signal of rank 0's first queue."""
     first = program.queues_of(0)[0]
     places = [index for index, command in enumerate(first.commands) if isinstance(command, kind)]
@@ -149,7 +135,7 @@ def without(program: Program, kind: type[Wait] | type[Signal], number: int) -> P
     return dataclasses.replace(program, queues=tuple(changed if queue is first else queue for queue in program.queues))
 
 
-def goes_wrong(program: Program, seeds: int = 40) -> int:
+def goes_wrong(program: ir.Program, seeds: int = 40) -> int:
     """In how many of random orders the bytes come out wrong."""
     wrong = 0
     for seed in range(seeds):
@@ -168,7 +154,7 @@ def goes_wrong(program: Program, seeds: int = 40) -> int:
 def test_a_wait_that_is_missing_is_a_race(variant: str, number: int) -> None:
     program = build(all_gather([512] * 3, in_place=True), variant)
     assert not goes_wrong(program)
-    assert goes_wrong(without(program, Wait, number))
+    assert goes_wrong(without(program, ir.Wait, number))
 
 
 def test_a_signal_that_comes_too_early_is_a_race() -> None:
@@ -176,7 +162,7 @@ def test_a_signal_that_comes_too_early_is_a_race() -> None:
     program = build(all_gather([512] * 3, in_place=True), "pcpy")
     first = program.queues_of(0)[0]
     *before, copy, signal, last = first.commands
-    assert isinstance(copy, Copy) and isinstance(signal, Signal)
+    assert isinstance(copy, ir.Copy) and isinstance(signal, ir.Signal)
     early = dataclasses.replace(first, commands=(*before, signal, copy, last))
     queues = tuple(early if queue is first else queue for queue in program.queues)
     assert goes_wrong(dataclasses.replace(program, queues=queues))
@@ -185,11 +171,11 @@ def test_a_signal_that_comes_too_early_is_a_race() -> None:
 def test_a_queue_that_its_trigger_does_not_hold_is_a_race() -> None:
     program = prelaunch(build(all_gather([512] * 3), "pcpy", Transport.PULL))
     assert not goes_wrong(program)
-    assert goes_wrong(without(program, Wait, 0))
+    assert goes_wrong(without(program, ir.Wait, 0))
 
 
 def test_a_signal_that_is_missing_is_a_poll_that_never_ends() -> None:
-    world = World([without(build(all_gather([64] * 3), "b2b"), Signal, 0)], seed=1)
+    world = World([without(build(all_gather([64] * 3), "b2b"), ir.Signal, 0)], seed=1)
     with pytest.raises(PollTimeoutError, match=r"rank 1 dma:0 at word \d+ polls 0x\w+ for 1, which holds 0"):
         run_together(world.callers(), world.draw)
 
@@ -202,7 +188,7 @@ def test_a_rank_that_does_not_come_is_a_poll_that_never_ends() -> None:
 
 def test_dependent_moves_of_one_queue_need_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A swap as three copies: engines may overlap them unless a barrier stands between."""
-    program = lower(build(all_to_all([[256] * 3] * 3, in_place=True), "swap"), {Copy})
+    program = lower(build(all_to_all([[256] * 3] * 3, in_place=True), "swap"), {ir.Copy})
     assert not goes_wrong(program)
     names = [packet.format.name for queue in queues(program, 3) for packet in queue.packets]
     assert names.count("copy") == 9 and names.count("poll") == 2 * 3 + 2 * 3, "two barriers for each swap"
@@ -218,7 +204,7 @@ def test_programs_of_copies_need_no_barrier(kind: Kind) -> None:
         if algorithm.through_host:
             continue  # its slots are used again
         program = build(collective, algorithm.name)
-        waits = sum(isinstance(c, Wait) for queue in program.queues for c in queue.commands)
+        waits = sum(isinstance(c, ir.Wait) for queue in program.queues for c in queue.commands)
         polls = sum(p.format is layout.POLL for queue in queues(program, n) for p in queue.packets)
         assert polls == waits, program.variant
 
@@ -226,7 +212,7 @@ def test_programs_of_copies_need_no_barrier(kind: Kind) -> None:
 # Counts.
 
 
-def queues(program: Program, n: int, epoch: int = 1) -> list[PacketQueue]:
+def queues(program: ir.Program, n: int, epoch: int = 1) -> list[PacketQueue]:
     program = fit(program)
     addresses = addresses_of([program])
     return [queue for rank in range(n) for queue in encode(program, rank, addresses, words_of(rank), epoch)]
@@ -287,12 +273,12 @@ def test_what_is_simulated_are_these_packets(variant: str, kind: Kind, ahead: bo
 
 # What a packet cannot do.
 
-ME = Engine(EngineKind.DMA)
+ME = ir.Engine(ir.EngineKind.DMA)
 
 
-def one(*commands: object, nbytes: int = 1 << 31, staging: int = 1 << 31) -> Program:
-    queue = Queue(0, ME, commands)  # type: ignore[arg-type]
-    return Program(all_gather([nbytes] * 2, in_place=True), "own", (queue,), (staging,) * 2, 4)
+def one(*commands: object, nbytes: int = 1 << 31, staging: int = 1 << 31) -> ir.Program:
+    queue = ir.Queue(0, ME, commands)  # type: ignore[arg-type]
+    return ir.Program(all_gather([nbytes] * 2, in_place=True), "own", (queue,), (staging,) * 2, 4)
 
 
 def span(rank: int, nbytes: int, offset: int = 0, buffer: str = Buffer.OUTPUT) -> Span:
@@ -302,49 +288,49 @@ def span(rank: int, nbytes: int, offset: int = 0, buffer: str = Buffer.OUTPUT) -
 def test_large_moves_are_split() -> None:
     nbytes = (1 << 31) + 128
     largest = layout.MAX_COPY_BYTES
-    copies = encode_one(fit(one(Copy(span(1, nbytes), span(0, nbytes)))))
+    copies = encode_one(fit(one(ir.Copy(span(1, nbytes), span(0, nbytes)))))
     assert [packet["nbytes"] for packet in copies] == [largest, largest, nbytes - 2 * largest]
     assert [packet["dst"] - copies[0]["dst"] for packet in copies] == [0, largest, 2 * largest]
-    swaps = encode_one(fit(one(Swap(span(1, nbytes), span(0, nbytes)))))
+    swaps = encode_one(fit(one(ir.Swap(span(1, nbytes), span(0, nbytes)))))
     assert [packet["a"] % 64 for packet in swaps] == [0, 0, 0]
-    parts = encode_one(fit(one(Broadcast((span(0, 3 << 20, 4 << 20), span(1, 3 << 20)), span(0, 3 << 20)))))
+    parts = encode_one(fit(one(ir.Broadcast((span(0, 3 << 20, 4 << 20), span(1, 3 << 20)), span(0, 3 << 20)))))
     assert [packet["nbytes"] for packet in parts] == [1 << 20] * 3
-    assert encode_one(fit(one(Copy(span(1, 0), span(0, 0))))) == []
+    assert encode_one(fit(one(ir.Copy(span(1, 0), span(0, 0))))) == []
     with pytest.raises(ValueError, match="command 0 .*nbytes .value=2147483776, allowed=1..1073741760"):
-        encode_one(one(Copy(span(1, nbytes), span(0, nbytes))))
+        encode_one(one(ir.Copy(span(1, nbytes), span(0, nbytes))))
 
 
 @pytest.mark.parametrize("variant", ["bcst", "b2b"])
 def test_programs_that_were_split_are_proved(variant: str) -> None:
     program = fit(build(all_gather([(1 << 31) + 1000] * 4, in_place=True), variant))
     verify(program)
-    assert sum(isinstance(c, Copy | Broadcast) for queue in program.queues for c in queue.commands) > 4 * 3 * 2
+    assert sum(isinstance(c, ir.Copy | ir.Broadcast) for queue in program.queues for c in queue.commands) > 4 * 3 * 2
 
 
-def encode_one(program: Program, epoch: int = 1, addresses: Addresses | None = None) -> list[layout.Packet]:
+def encode_one(program: ir.Program, epoch: int = 1, addresses: Addresses | None = None) -> list[layout.Packet]:
     words = QueueWords(address_of(0, "words"))
     (queue,) = encode(program, 0, addresses or addresses_of([program]), words, epoch)
     return list(queue.packets)
 
 
 def test_moves_that_do_not_fit_become_copies() -> None:
-    odd = one(Swap(span(1, 100), span(0, 100)), Broadcast((span(0, 8, 200), span(1, 8)), span(0, 8)))
+    odd = one(ir.Swap(span(1, 100), span(0, 100)), ir.Broadcast((span(0, 8, 200), span(1, 8)), span(0, 8)))
     names = [packet.format.name for packet in queues(odd, 1)[0].packets]
     barrier = ["fence", "poll"]
     three = ["copy", *barrier, "copy", *barrier, "copy"]
     assert names == [*three, *barrier, "copy", "copy", "fence", "atomic"], "which ends with its barriers' word at 0"
     with pytest.raises(ValueError, match="command 0 .swap .*nbytes .value=0x64, allowed=multiples of 64"):
         encode_one(odd)
-    even = one(Swap(span(1, 128), span(0, 128)), Broadcast((span(0, 8, 224), span(1, 8)), span(0, 8, 512)))
+    even = one(ir.Swap(span(1, 128), span(0, 128)), ir.Broadcast((span(0, 8, 224), span(1, 8)), span(0, 8, 512)))
     assert fit(even) == even
 
 
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        (Signal(Flag(1, 0), EPOCH, SignalOp.ADD), "signal that sets"),
-        (Wait(Flag(1, 0), EPOCH), "a flag of another rank"),
-        (Stamp(0), "words.stamps"),
+        (ir.Signal(ir.Flag(1, 0), ir.EPOCH, ir.SignalOp.ADD), "signal that sets"),
+        (ir.Wait(ir.Flag(1, 0), ir.EPOCH), "a flag of another rank"),
+        (ir.Stamp(0), "words.stamps"),
     ],
 )
 def test_commands_without_a_packet(command: object, text: str) -> None:
@@ -353,14 +339,14 @@ def test_commands_without_a_packet(command: object, text: str) -> None:
 
 
 def test_values_end_where_a_sign_would_begin() -> None:
-    wait = one(Wait(Flag(0, 0), EPOCH))
+    wait = one(ir.Wait(ir.Flag(0, 0), ir.EPOCH))
     assert encode_one(wait, 2**31 - 1)[0]["value"] == 2**31 - 1
     with pytest.raises(ValueError, match="value=2147483648, allowed=0..2147483647: polls do not wrap"):
         encode_one(wait, 2**31)
 
 
 def test_addresses_that_are_missing_or_in_rows() -> None:
-    copy = one(Copy(span(1, 64), span(0, 64)))
+    copy = one(ir.Copy(span(1, 64), span(0, 64)))
     with pytest.raises(ValueError, match="no address for the output of rank 1"):
         encode_one(copy, addresses=Addresses({(0, Buffer.OUTPUT): 1 << 40}, (0, 0)))
     rows = Pieces((0,), (64,), (1 << 40,), rows=((8, 16),))
@@ -369,7 +355,7 @@ def test_addresses_that_are_missing_or_in_rows() -> None:
 
 
 def test_stamps_are_timestamps() -> None:
-    program = one(Stamp(0), Stamp(3))
+    program = one(ir.Stamp(0), ir.Stamp(3))
     (queue,) = encode(program, 0, addresses_of([program]), words_of(0), 1)
     assert [packet.format.name for packet in queue.packets] == ["timestamp", "timestamp", "atomic"]
     assert queue.packets[1]["address"] - queue.packets[0]["address"] == 3 * 32

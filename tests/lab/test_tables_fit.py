@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import rich.console
@@ -42,12 +42,9 @@ from sidelane_lab.studies.c3.occupancy_predict import predict as predict_pipelin
 from sidelane_lab.studies.c3.occupancy_rows import occupancy_tables
 from sidelane_lab.studies.c3.prediction import predicted_rows as predicted_c3
 from sidelane_lab.studies.collectives import CollectiveOptions, collective_tables, predicted_rows
-from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fused.predict import predict as predict_fused
 from sidelane_lab.studies.fused.rows import fused_tables
 from sidelane_lab.studies.fused.shapes import ON_GPUS
-from sidelane_lab.studies.ordinary import OrdinaryRow, ordinary_tables
-from sidelane_lab.studies.process_group import GroupRow, group_tables
 from sidelane_lab.studies.tune.command import changes_table
 from sidelane_lab.traces.command import operations_table
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
@@ -55,10 +52,21 @@ from sidelane_lab.traces.strategies import plan_trace
 
 WIDTHS = (40, 80, 200)
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-STUDIES = ("collectives", "lists", "c3", "phases", "power", "chain", "host")
+STUDIES = (
+    "collectives",
+    "lists",
+    "c3",
+    "phases",
+    "power",
+    "chain",
+    "host",
+    "ordinary",
+    "process-group",
+    "fsdp-profile",
+)
 # Of each study one file.
 RECORDED = [
-    next(path for folder in ("h200x4", "cpu") if (path := RESULTS / folder / f"{study}.json").exists())
+    next(path for folder in ("h200x4", "h200x2") if (path := RESULTS / folder / f"{study}.json").exists())
     for study in STUDIES
 ]
 
@@ -93,8 +101,17 @@ def widest(table: Table) -> Table:
     return dataclasses.replace(table, lines=tuple(table.lines[place] for place in sorted(kept)))
 
 
+def wider(table: Table) -> Table:
+    """A table whose numbers have a digit more than any that was measured."""
+    lines = [
+        dataclasses.replace(line, cells=tuple(re.sub(r"^(-?)(?=\d+(\.\d+)?$)", r"\g<1>8", cell) for cell in line.cells))
+        for line in table.lines
+    ]
+    return dataclasses.replace(table, lines=tuple(lines))
+
+
 def recorded(path: Path) -> list[Table]:
-    return tables_of(files.read(path))
+    return [wider(table) for table in tables_of(files.read(path))]
 
 
 def predicted_pairs(workloads: tuple[str, ...] = ("cb1_896M",)) -> list[Table]:
@@ -177,48 +194,6 @@ def of_sensitivity() -> list[Table]:
     return [sensitivity_table(ends, 27)]
 
 
-def of_ordinary() -> list[Table]:
-    def row(variant: str, reach: str, **more: Any) -> OrdinaryRow:
-        times = (*(123_456.0, 12_345.6, 234_567.8), None if "gemm" in more else 345.67, None, True)
-        first = ("all_gather", 1_288_490_192, "bfloat16", False, "eager", "auto" if reach else "nccl", variant, False)
-        return OrdinaryRow(*first, *times, reach=reach, **more)
-
-    gemm = {"gemm": "8192x8192x8192", "m": 8192, "n": 8192, "k": 8192, "gemm_us": 1410.0, "best_comm_us": 1840.0}
-    figures = {"comm_us": 1850.0, "speedup": 1.747, "ideal": 1.766, "percent_of_ideal": 97.5}
-    ways = ("symmetric", "staged", "")
-    rows = [row("b2b" if reach else "", reach) for reach in ways]
-    return ordinary_tables([*rows, *(row("b2b", reach, **gemm, **figures) for reach in ways)])
-
-
-def of_profiled_steps() -> list[Table]:
-    names = ("nccl", "sidelane_copies", "compute_only", "compute_only_straight")
-    kinds = ("gemm", "attention", "collective", "copy_in", "copy_out", "peer_copy", "other")
-    figures = {f"{kind}_ms": 123.456 for kind in (*kinds, "first_gather", "last_scatter", "profiled", "waits")}
-    figures |= {f"stream_{kind}_ms": 123.456 for kind in ("copy_in", "copy_out", "other")}
-    figures |= {"gemm_beside_ms": -123.456, "gemm_apart_ms": 123.456}
-    common = ("llama-70b-like", 4, 4096, 1, "bfloat16", True)
-    times = (1234.5, 1234.5, 1234.5, 1234.5, 104.0, -12.345, 123.45, 65_432.1, True, "")
-    return fsdp_tables([FsdpRow(*common, name, *times, **figures) for name in names])
-
-
-def of_process_groups() -> list[Table]:
-    def row(operation: str, name: str, tensors: str, launch: str, **more: Any) -> GroupRow:
-        times = (*((None,) * 3 if launch == "first" else (123_456.0, 12_345.6, 234_567.8)), None)
-        figures = dict(zip(("time_us", "p10_us", "p90_us", "host_us"), times, strict=True)) | more
-        made_by = {"made_by": name, "variant": "two_shot_narrow" if name == "sidelane" else "", "correct": True}
-        given = {"bytes": 1_288_490_192, "dtype": "bfloat16", "held_mb": None, **made_by, **figures}
-        return GroupRow(operation=operation, implementation=name, tensors=tensors, launch=launch, **given)
-
-    ways = [("nccl", "ordinary"), *(("sidelane", tensors) for tensors in ("ordinary", "learned", "pooled"))]
-    rows = [
-        row("reduce_scatter_tensor", *way, launch, host_us=1234.5)
-        for launch in ("eager", "async", "graph")
-        for way in ways
-    ]
-    rows += [row("first_fsdp_step", *way, "first", time_us=12.3e6, held_mb=12_345.6) for way in ways[:2]]
-    return group_tables(rows)
-
-
 def of_explain() -> list[Table]:
     options = explain.ExplainOptions(kind=Kind.ALL_GATHER, nbytes=1 << 20, machine="h200x4", ordinary=True)
     return [explain.choice_table(explain.explain(options))]
@@ -240,9 +215,6 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "figure": of_figures,
     "demo": of_the_demo,
     "tune": of_tune,
-    "ordinary": of_ordinary,
-    "pg": of_process_groups,
-    "fsdp --profile": of_profiled_steps,
     "explain": of_explain,
 }
 

@@ -10,16 +10,8 @@ from listings import parse, replace
 from refusals import GATHER, gather, refused
 
 from sidelane.errors import ProgramError
+from sidelane.program import collective
 from sidelane.program.builders import build
-from sidelane.program.collective import (
-    ReduceOp,
-    Reduction,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    reduce_scatter,
-)
 from sidelane.program.ir import Engine, EngineKind
 from sidelane.program.transform import freeze
 from sidelane.program.verify import verify, verify_sequence
@@ -28,7 +20,7 @@ from sidelane_lab.sim.prelaunch import prelaunch
 COPY = "copy output@1[0:8] <- input@0[0:8]"
 SIGNAL = "signal rank 1 flag 0 set epoch"
 WAIT = "wait flag 1 >= epoch"
-SUM = Reduction(ReduceOp.SUM, "float32")
+SUM = collective.Reduction(collective.ReduceOp.SUM, "float32")
 
 
 def test_accepts_the_program_that_the_tests_break() -> None:
@@ -39,10 +31,10 @@ def test_accepts_the_program_that_the_tests_break() -> None:
 
 def test_listings_read_what_programs_print() -> None:
     programs = [
-        build(all_gather((3, 4, 5)), "bcst"),
-        build(all_to_all([[4] * 3] * 3), "swap"),
-        build(all_reduce((8, 4), SUM), "pcpy"),
-        freeze(prelaunch(build(broadcast(9, 3, root=1), "b2b"))),
+        build(collective.all_gather((3, 4, 5)), "bcst"),
+        build(collective.all_to_all([[4] * 3] * 3), "swap"),
+        build(collective.all_reduce((8, 4), SUM), "pcpy"),
+        freeze(prelaunch(build(collective.broadcast(9, 3, root=1), "b2b"))),
     ]
     for program in programs:
         listing = "\n".join(str(program).splitlines()[1:])
@@ -102,14 +94,14 @@ def test_waits_for_a_flag_of_another_rank() -> None:
 )
 def test_reduces(reduce: str, words: str) -> None:
     listing = f"rank 0 compute:0\n reduce {reduce}"
-    program = parse(reduce_scatter((8, 8), SUM), listing, staging=16)
+    program = parse(collective.reduce_scatter((8, 8), SUM), listing, staging=16)
     refused(program, words=("rank 0 compute:0 command 0", words))
 
 
 def test_a_reduce_needs_sources() -> None:
-    program = build(all_reduce((8,), SUM), "b2b")
+    program = build(collective.all_reduce((8,), SUM), "b2b")
     queue = program.queues[0]
-    reduce = build(all_reduce((8, 8), SUM), "b2b").queues[1].commands[1]
+    reduce = build(collective.all_reduce((8, 8), SUM), "b2b").queues[1].commands[1]
     empty = dataclasses.replace(reduce, srcs=(), dst=queue.commands[0].dst)
     queues = (dataclasses.replace(queue, commands=(empty,)),)
     refused(dataclasses.replace(program, queues=queues), words="a reduce has two sources or more (value=0)")
@@ -154,7 +146,7 @@ def test_arguments() -> None:
     with pytest.raises(ValueError, match="verify_sequence: needs programs and rounds"):
         verify_sequence([gather()], rounds=0)
     with pytest.raises(ValueError, match="one world size"):
-        verify_sequence([gather(), build(all_gather((8,)), "b2b")])
+        verify_sequence([gather(), build(collective.all_gather((8,)), "b2b")])
 
 
 def test_a_refusal_travels_between_processes() -> None:

@@ -12,19 +12,12 @@ from sidelane_lab.model.gangs import flat_us
 from sidelane_lab.model.nodes import least_us
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.figure_command import figure_of
-from sidelane_lab.traces.dlrm import (
-    COMPUTES,
-    NETWORK,
-    DlrmPass,
-    all_reduce_us,
-    dlrm_graph,
-    dlrm_passes,
-)
+from sidelane_lab.traces import dlrm
 from sidelane_lab.traces.graph import NodeKind, TraceNode
 from sidelane_lab.traces.schedule import end_us, scheduled
 
 TORUS = named("mi210x1x128")
-STEP = DlrmPass(batch=16, tables=64)
+STEP = dlrm.DlrmPass(batch=16, tables=64)
 
 
 def node(ident: int, lane: str, us: float, *after: int, collective: str = "") -> TraceNode:
@@ -33,12 +26,12 @@ def node(ident: int, lane: str, us: float, *after: int, collective: str = "") ->
 
 def test_a_lane_runs_one_node_after_another_and_an_all_to_all_goes_first() -> None:
     nodes = (
-        node(0, COMPUTES, 10.0),
-        node(1, NETWORK, 20.0, collective="all_reduce"),
-        node(2, NETWORK, 5.0, collective="all_reduce"),
-        node(3, NETWORK, 5.0, 0, collective="all_to_all"),
+        node(0, dlrm.COMPUTES, 10.0),
+        node(1, dlrm.NETWORK, 20.0, collective="all_reduce"),
+        node(2, dlrm.NETWORK, 5.0, collective="all_reduce"),
+        node(3, dlrm.NETWORK, 5.0, 0, collective="all_to_all"),
         node(4, "", 7.0, 0),
-        node(5, COMPUTES, 1.0, 3, 4),
+        node(5, dlrm.COMPUTES, 1.0, 3, 4),
     )
     assert [one.start_us for one in scheduled(nodes, lambda one: one.collective != "all_to_all")] == [
         0,
@@ -50,12 +43,14 @@ def test_a_lane_runs_one_node_after_another_and_an_all_to_all_goes_first() -> No
     ]
 
 
-@pytest.mark.parametrize("step", [STEP, DlrmPass(batch=2, tables=1, bottom=40), DlrmPass(batch=512, tables=8)])
-def test_passes_keep_their_order(step: DlrmPass) -> None:
-    for nodes in dlrm_passes(TORUS, step):
+@pytest.mark.parametrize(
+    "step", [STEP, dlrm.DlrmPass(batch=2, tables=1, bottom=40), dlrm.DlrmPass(batch=512, tables=8)]
+)
+def test_passes_keep_their_order(step: dlrm.DlrmPass) -> None:
+    for nodes in dlrm.dlrm_passes(TORUS, step):
         ends = {one.ident: one.start_us + one.duration_us for one in nodes}
         assert all(one.start_us >= ends[before] for one in nodes for before in one.after)
-        for lane in (COMPUTES, NETWORK):
+        for lane in (dlrm.COMPUTES, dlrm.NETWORK):
             alike = sorted((one.start_us, ends[one.ident]) for one in nodes if one.lane == lane)
             assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(alike))
         layers = [one.name for one in nodes if one.name.startswith("all-reduce")]
@@ -64,7 +59,7 @@ def test_passes_keep_their_order(step: DlrmPass) -> None:
 
 def test_fused_hides_the_shorter_of_both_and_no_more() -> None:
     """Long enough that layers and all-reduces count for nothing; the fused kernel gains by its occupancy, too."""
-    unfused, fused = dlrm_passes(TORUS, DlrmPass(batch=512, tables=64))
+    unfused, fused = dlrm.dlrm_passes(TORUS, dlrm.DlrmPass(batch=512, tables=64))
     took = {one.name: one.duration_us for one in unfused}
     parts = (took["embedding"], took["all-to-all"], took["all-to-all of gradients"], took["update"])
     assert end_us(unfused) == pytest.approx(sum(parts), rel=0.01)
@@ -73,7 +68,7 @@ def test_fused_hides_the_shorter_of_both_and_no_more() -> None:
 
 
 def test_gains_grow_with_samples_and_tables() -> None:
-    passes = (dlrm_passes(TORUS, DlrmPass(batch=batch, tables=16)) for batch in (1, 8, 64, 512))
+    passes = (dlrm.dlrm_passes(TORUS, dlrm.DlrmPass(batch=batch, tables=16)) for batch in (1, 8, 64, 512))
     shares = [end_us(fused) / end_us(unfused) for unfused, fused in passes]
     assert 1 > shares[0] > 0.95 > 0.6 > shares[-1] and shares == sorted(shares, reverse=True)
 
@@ -81,12 +76,12 @@ def test_gains_grow_with_samples_and_tables() -> None:
 def test_all_reduces_along_the_axes_are_slower_than_the_floor_and_faster_than_one_ring() -> None:
     nbytes = STEP.width**2 * 4
     ring = flat_us(TORUS, Kind.ALL_REDUCE, nbytes)
-    assert least_us(TORUS, Kind.ALL_REDUCE, nbytes) < all_reduce_us(TORUS, STEP) < ring
+    assert least_us(TORUS, Kind.ALL_REDUCE, nbytes) < dlrm.all_reduce_us(TORUS, STEP) < ring
 
 
 def test_fused_passes_exchange_as_many_bytes() -> None:
     exchanged = [
-        sum(one.nbytes for one in dlrm_graph(TORUS, STEP, fused=way) if one.collective == "all_to_all")
+        sum(one.nbytes for one in dlrm.dlrm_graph(TORUS, STEP, fused=way) if one.collective == "all_to_all")
         for way in (False, True)
     ]
     assert exchanged[1] == pytest.approx(exchanged[0], abs=2)
@@ -108,4 +103,4 @@ def test_a_torus_of_other_nodes_is_as_even_as_it_can_be(nodes: int, row: int) ->
 def test_nodes_of_several_gpus_are_refused() -> None:
     for name, value in (("h100x8x2", "2 of 8"), ("mi210x1x2", "2 of 1")):
         with pytest.raises(ValueError, match=f"value={value} GPUs, allowed=several of one GPU on a torus"):
-            dlrm_passes(named(name), STEP)
+            dlrm.dlrm_passes(named(name), STEP)

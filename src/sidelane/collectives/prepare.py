@@ -11,17 +11,9 @@ import torch
 
 from sidelane import log
 from sidelane.choice.candidate import SM
+from sidelane.collectives import call_cache
 from sidelane.collectives.agreement import Agreement
 from sidelane.collectives.backend import Backend
-from sidelane.collectives.call_cache import (
-    CallCache,
-    Key,
-    PreparedCall,
-    Requests,
-    Shape,
-    ShapeProgram,
-    tensor_indices,
-)
 from sidelane.collectives.plan import CallProgram, Planner, staging_bytes
 from sidelane.device.layout import arena_bytes
 from sidelane.errors import UnavailableError
@@ -182,16 +174,18 @@ class Preparer:
         }
         self._remote: Once[Program, frozenset[str]] = Once(Program.remote_buffers)
         self._held: list[object] = []
-        self.cache = CallCache()
+        self.cache = call_cache.CallCache()
         self.own_programs: set[OwnProgram] = set()
 
-    def program_of(self, shape: Shape) -> ShapeProgram | None:
+    def program_of(self, shape: call_cache.Shape) -> call_cache.ShapeProgram | None:
         """Return the program of a shape, if a call of it was prepared and is still agreed on; else None."""
         entry = self.cache.get(shape.key)
         found = None if entry is None else entry.shape
         return found if found is not None and self.planner.known(found.agreement) else None
 
-    def prepare_at(self, known: ShapeProgram, shape: Shape, key: Key) -> tuple[PreparedCall, bool]:
+    def prepare_at(
+        self, known: call_cache.ShapeProgram, shape: call_cache.Shape, key: call_cache.Key
+    ) -> tuple[call_cache.PreparedCall, bool]:
         """Load the program of a shape at the addresses of a call. Not collective.
 
         Args:
@@ -203,7 +197,7 @@ class Preparer:
             The call, and whether it is repeated; in this case it is cached under ``key``.
         """
         loaded = self._load(known.plan.program, known.at(shape.addresses), False)
-        prepared = PreparedCall(loaded, known.signature, False, known.plan.choice)
+        prepared = call_cache.PreparedCall(loaded, known.signature, False, known.plan.choice)
         repeated = self.cache.has_seen(key)
         if repeated:
             self.cache.entry(key).prepared = prepared
@@ -212,10 +206,10 @@ class Preparer:
     def prepare(
         self,
         agreement: Agreement,
-        requests: Requests,
-        key: Key | None = None,
-        shape: Shape | None = None,
-    ) -> PreparedCall:
+        requests: call_cache.Requests,
+        key: call_cache.Key | None = None,
+        shape: call_cache.Shape | None = None,
+    ) -> call_cache.PreparedCall:
         """Plan a call, allocate staging, load its program, and cache it under ``key``. Collective for new agreements.
 
         Args:
@@ -239,16 +233,16 @@ class Preparer:
         if frozen:
             # A captured graph refers to the loaded program as long as it lives, and its end cannot be observed.
             self._held.append(loaded)
-        prepared = PreparedCall(loaded, agreement.text, frozen, plan.choice)
+        prepared = call_cache.PreparedCall(loaded, agreement.text, frozen, plan.choice)
         if not was_known:
             choice = plan.choice
             log.calls.info("rank %d: %s: %s: %s", self._rank, agreement.collective, choice.candidate, choice.reason)
         if key is not None:
             self.cache.entry(key).prepared = prepared
         if shape is not None and not agreement.is_listed:
-            indices = tensor_indices(requests[0], self._rank, shape.addresses)
+            indices = call_cache.tensor_indices(requests[0], self._rank, shape.addresses)
             if indices is not None:
-                made = ShapeProgram(plan, addresses, indices, agreement)
+                made = call_cache.ShapeProgram(plan, addresses, indices, agreement)
                 self.cache.entry(shape.key).shape = made
         return prepared
 
@@ -295,7 +289,7 @@ class Preparer:
         self._backend.forget_flags((self._flags.addresses[self._rank],), self._flags)
         del self._flags
 
-    def _addresses(self, program: CallProgram, requests: Requests, frozen: bool) -> Addresses:
+    def _addresses(self, program: CallProgram, requests: call_cache.Requests, frozen: bool) -> Addresses:
         """Return the addresses of all buffers and flags of a program."""
         memory = self._memory[type(program)]
         buffers: dict[tuple[int, str], int] = {
@@ -315,7 +309,7 @@ class Preparer:
         flags = memory.flags[frozen]
         return Addresses(buffers, flags, memory.arenas, pieces=pieces)
 
-    def _pieces(self, batch: Batch, requests: Requests) -> dict[tuple[int, str], Pieces]:
+    def _pieces(self, batch: Batch, requests: call_cache.Requests) -> dict[tuple[int, str], Pieces]:
         rows: list[dict[tuple[int, str], int]] = []
         for part in requests:
             row: dict[tuple[int, str], int] = {}

@@ -19,30 +19,10 @@ from collections.abc import Sequence
 
 from sidelane import ranges
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
+from sidelane.memory import posts
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import SharedBytes
 from sidelane.memory.liveness import LongWaits, users_call
-from sidelane.memory.posts import (
-    ABORT_BYTES,
-    AGREED,
-    BEGUN,
-    CLOSED,
-    ENDED,
-    FAILED,
-    OK,
-    PART_BYTES,
-    REFUSED,
-    REPEATED,
-    RING_CALLS,
-    RUNS,
-    STEP_TEXT_BYTES,
-    TIMED_OUT,
-    WAITS,
-    PostedCall,
-    PostMemory,
-    different,
-    fit,
-)
 
 NO_CALL = 0
 """Number of no call, since calls begin at 1: ``check`` with it finds aborts of peers only."""
@@ -72,10 +52,10 @@ class ControlBlock:
     """
 
     def __init__(self, exchange: Exchange) -> None:
-        shared = SharedBytes(exchange, PART_BYTES)
+        shared = SharedBytes(exchange, posts.PART_BYTES)
         self.rank, self.world_size = shared.rank, shared.world_size
         self._liveness, self.pid = exchange.liveness, os.getpid()
-        self._parts = [PostMemory(shared.view(rank)) for rank in range(shared.world_size)]
+        self._parts = [posts.PostMemory(shared.view(rank)) for rank in range(shared.world_size)]
         self.own = self._parts[shared.rank]
         self.lock = threading.Lock()  # a part has one writer at a time
         self._giving_up = threading.RLock()  # reentrant: a signal handler may abort at any point of the code
@@ -102,23 +82,23 @@ class ControlBlock:
             raise ValueError(f"ControlBlock.post_call: call numbers begin at 1 (value={call})")
         if self._is_closed:
             self._check_usable("post_call")
-        while self.unread and call >= self.unread + RING_CALLS:
+        while self.unread and call >= self.unread + posts.RING_CALLS:
             self._let_peers_read()
         payload = self._payloads.get(signature) if refusal is None else None
         if payload is None:
-            payload = fit(signature) + b"\0" + fit(refusal or "")
+            payload = posts.fit(signature) + b"\0" + posts.fit(refusal or "")
             if refusal is None:
                 if len(self._payloads) >= _MOST_PAYLOADS:
                     self._payloads.clear()
                 self._payloads[signature] = payload
         with self.lock:
             own = self.own
-            status = OK if refusal is None else REFUSED if blames is None else REPEATED + blames
-            own.slots[call % RING_CALLS].write(call, status, payload)
-            if refusal is None and own.words[BEGUN] < call:
-                own.words[BEGUN] = call
-            if refusal is not None and own.words[AGREED] < call:
-                own.words[AGREED] = call  # a rank that refuses does not compare: peers need keep no posts for it
+            status = posts.OK if refusal is None else posts.REFUSED if blames is None else posts.REPEATED + blames
+            own.slots[call % posts.RING_CALLS].write(call, status, payload)
+            if refusal is None and own.words[posts.BEGUN] < call:
+                own.words[posts.BEGUN] = call
+            if refusal is not None and own.words[posts.AGREED] < call:
+                own.words[posts.AGREED] = call  # a rank that refuses does not compare: peers need keep no posts for it
 
     def payload(self, signature: str) -> bytes | None:
         """Return the payload of posts with ``signature``; None before the first such post."""
@@ -129,13 +109,13 @@ class ControlBlock:
         self._check_usable("begin")
         with self.lock:
             self._open_calls.add(call)
-            self.own.words[BEGUN] = max(self.own.words[BEGUN], call)
-            self.own.step.write(call, RUNS, fit(step, STEP_TEXT_BYTES - 1))
+            self.own.words[posts.BEGUN] = max(self.own.words[posts.BEGUN], call)
+            self.own.step.write(call, posts.RUNS, posts.fit(step, posts.STEP_TEXT_BYTES - 1))
 
     def note(self, call: int, step: str) -> None:
         """Record that this rank waits for a peer in ``call``; ``step`` replaces the text of ``begin``."""
         with self.lock:
-            self.own.step.write(call, WAITS, fit(step, STEP_TEXT_BYTES - 1))
+            self.own.step.write(call, posts.WAITS, posts.fit(step, posts.STEP_TEXT_BYTES - 1))
 
     def end(self, call: int) -> None:
         """Record that ``call`` has ended on this rank, with or without an error."""
@@ -143,7 +123,7 @@ class ControlBlock:
             self._open_calls.discard(call)
             self._last_ended = max(self._last_ended, call)
             # Calls may end out of order; the word promises that everything up to it has ended.
-            self.own.words[ENDED] = min(self._open_calls) - 1 if self._open_calls else self._last_ended
+            self.own.words[posts.ENDED] = min(self._open_calls) - 1 if self._open_calls else self._last_ended
 
     def abort(self, message: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:
         """Make ``check`` raise on every rank from now on. Only the first message of a rank counts.
@@ -158,30 +138,30 @@ class ControlBlock:
         culprits = ",".join(map(str, ranks or (self.rank,)))
         with self._giving_up:
             if self.own.abort.is_blank:
-                payload = culprits.encode() + b"\0" + fit(message, ABORT_BYTES - 100)
+                payload = culprits.encode() + b"\0" + posts.fit(message, posts.ABORT_BYTES - 100)
                 # The monotonic clock is one for the machine: it tells which of several aborts came first.
-                self.own.abort.write(time.monotonic_ns(), TIMED_OUT if timed_out else FAILED, payload)
+                self.own.abort.write(time.monotonic_ns(), posts.TIMED_OUT if timed_out else posts.FAILED, payload)
 
     def close(self) -> None:
         """Record that this rank makes no further call. Idempotent. The memory is unmapped with the last reference."""
         self._is_closed = True
         if os.getpid() != self.pid:
             return  # a forked copy shares the memory, but is no rank
-        self.own.words[CLOSED] = 1
+        self.own.words[posts.CLOSED] = 1
 
     # --- reading all parts --------------------------------------------------------------------------------------------
 
     def begun(self, rank: int) -> int:
         """Return the number of the last call that ``rank`` has begun; 0 before the first."""
-        return self._parts[rank].words[BEGUN]
+        return self._parts[rank].words[posts.BEGUN]
 
     def ended(self, rank: int) -> int:
         """Return the number of the last call of ``rank`` up to which all calls have ended."""
-        return self._parts[rank].words[ENDED]
+        return self._parts[rank].words[posts.ENDED]
 
     def absent(self, call: int) -> tuple[int, ...]:
         """Return the ranks that have not begun ``call``."""
-        return tuple(rank for rank, part in enumerate(self._parts) if part.words[BEGUN] < call)
+        return tuple(rank for rank, part in enumerate(self._parts) if part.words[posts.BEGUN] < call)
 
     def at_fault(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return those of the awaited ranks that do not wait for a peer themselves; all of them if every one does."""
@@ -216,10 +196,10 @@ class ControlBlock:
             mine, other = self.own.posted(self.rank, call), part.posted(rank, call)
             if mine is None or other is None or other.common == mine.common:
                 continue
-            text = f"call {call}: ranks made different calls, and bytes have moved: {different(mine, other)}"
+            text = f"call {call}: ranks made different calls, and bytes have moved: {posts.different(mine, other)}"
             raise PeerError(text, (rank,))
 
-    def calls_of_all(self, call: int, timeout_s: float) -> list[PostedCall]:
+    def calls_of_all(self, call: int, timeout_s: float) -> list[posts.PostedCall]:
         """Wait until every rank has posted ``call``, and return the posts by rank, refusals included.
 
         A rank that did not wait for this one and is more than ``RING_CALLS`` ahead has overwritten its post. It is
@@ -230,7 +210,7 @@ class ControlBlock:
             PeerError: a rank gave up, closed its side or died.
         """
         began = time.monotonic()
-        found: dict[int, PostedCall] = {}
+        found: dict[int, posts.PostedCall] = {}
         missing: list[int] = []
         while True:
             for rank, part in enumerate(self._parts):
@@ -238,7 +218,7 @@ class ControlBlock:
                     found[rank] = posted
             if len(found) == self.world_size:
                 self._check_aborts()  # a rank may have posted and then given up
-                self.own.words[AGREED] = self.unread = call
+                self.own.words[posts.AGREED] = self.unread = call
                 self._patience_s = timeout_s
                 if ranges.observers and missing:
                     self.waited(missing, time.monotonic() - began)
@@ -303,7 +283,7 @@ class ControlBlock:
         of the call, unless it is known to equal this rank's.
         """
         part = self._parts[rank]
-        if part.words[CLOSED]:
+        if part.words[posts.CLOSED]:
             state = "closed"
         else:
             state = {True: "alive", False: "dead", None: "out of sight"}[self._liveness.alive(rank)]
@@ -317,11 +297,11 @@ class ControlBlock:
 
     def _waits(self, rank: int) -> bool:
         step = self._parts[rank].step.read()
-        return step is not None and step[1] == WAITS and step[0] > self.ended(rank)
+        return step is not None and step[1] == posts.WAITS and step[0] > self.ended(rank)
 
     def _look(self) -> None:
         """Raise if the last call that all ranks agreed on cannot complete any more."""
-        self.check(int(self.own.words[AGREED]))
+        self.check(int(self.own.words[posts.AGREED]))
 
     def _let_peers_read(self) -> None:
         """Wait, before a post is overwritten, until peers have read it: this rank may have run ahead of a slow one.
@@ -332,7 +312,7 @@ class ControlBlock:
         """
         call, self.unread = self.unread, 0
         until = time.monotonic() + self._patience_s
-        while not all(part.has_read(call) or part.words[CLOSED] for part in self._parts):
+        while not all(part.has_read(call) or part.words[posts.CLOSED] for part in self._parts):
             try:
                 self._check_aborts()
                 self._check_gone(call)
@@ -342,13 +322,13 @@ class ControlBlock:
                 return
             time.sleep(50e-6)
 
-    def _overwritten(self, rank: int, call: int) -> PostedCall | None:
+    def _overwritten(self, rank: int, call: int) -> posts.PostedCall | None:
         """Return the replacement of a post that its rank has overwritten by a later one; None if it has not."""
         if self._parts[rank].slot(call).number <= call:
             return None
         ahead = self.begun(rank) - call
         text = f"{ahead} calls ahead, its call {call} is no longer on record (SIDELANE_DEBUG=1 compares every call)"
-        return PostedCall(rank, text, None)
+        return posts.PostedCall(rank, text, None)
 
     def _other_call(self, rank: int, call: int) -> str:
         own, other = self.own.posted(self.rank, call), self._parts[rank].posted(rank, call)
@@ -365,7 +345,7 @@ class ControlBlock:
             return
         (_, status, payload), rank = min(records)  # the first to give up names the cause, the others its consequences
         culprits, message = payload.split(b"\0", 1)
-        error = PeerTimeoutError if status == TIMED_OUT else PeerError
+        error = PeerTimeoutError if status == posts.TIMED_OUT else PeerError
         text = message.decode(errors="replace")
         raise error(f"rank {rank} gave up: {text}", [int(culprit) for culprit in culprits.split(b",")])
 
@@ -386,7 +366,7 @@ class ControlBlock:
             self._look_at = now + _LIVENESS_INTERVAL_S
             self._dead.update(self._liveness.dead(range(self.world_size)))
         for rank in range(self.world_size) if ranks is None else ranks:
-            closed = self._parts[rank].words[CLOSED]
+            closed = self._parts[rank].words[posts.CLOSED]
             if rank == self.rank or not (closed or rank in self._dead):
                 continue
             # The words of a rank that is gone are final. A rank that closed without an error had ended its calls.

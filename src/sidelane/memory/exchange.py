@@ -36,20 +36,9 @@ import torch.distributed as dist
 from sidelane import forks, version
 from sidelane.config import DEFAULT_WARN_S
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
+from sidelane.memory import store_values
 from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.memory.liveness import DYING_S, Liveness, LongWaits, known, liveness_of, ranks_in_words, users_call
-from sidelane.memory.store_values import (
-    SHOWN,
-    ExchangeOutcome,
-    Post,
-    alike,
-    gave_up,
-    met,
-    not_understood,
-    post_of,
-    require_one_version,
-    value_of,
-)
 
 Item = TypeVar("Item")
 
@@ -101,7 +90,7 @@ class Exchange:
             self._slots = _slots.setdefault(group, itertools.count(1))
         self._go_on()
         self._word = os.urandom(8).hex()
-        self._posted = Post(version.VERSION)
+        self._posted = store_values.Post(version.VERSION)
         self._number = 0
         self._deciding, self._skips_earlier, self._read_each_at = False, skips_earlier, 0.0
 
@@ -131,7 +120,7 @@ class Exchange:
         # Ranks that meet say who they are, too.
         found = self._meet(what, (self.liveness.member, item) if self._number == 1 else item)
         self._forget(self._number - 1)  # ranks that have posted this exchange have read the previous one
-        require_one_version(users_call() or what, [post.version for post in found])
+        store_values.require_one_version(users_call() or what, [post.version for post in found])
         refused = [rank for rank, post in enumerate(found) if post.reason]
         if refused:
             reasons = "; ".join(f"rank {rank}: {found[rank].reason}" for rank in refused)
@@ -143,9 +132,9 @@ class Exchange:
                 f"rank {other}: {found[other].what}. All ranks make the same calls in the same order"
             )
         own = self._posted.item
-        unlike = [rank for rank, post in enumerate(found) if not alike(own, post.item)]
+        unlike = [rank for rank, post in enumerate(found) if not store_values.alike(own, post.item)]
         if unlike:
-            shown = f"value={found[unlike[0]].item!r:.{SHOWN}}, here={own!r:.{SHOWN}}"
+            shown = f"value={found[unlike[0]].item!r:.{store_values.SHOWN}}, here={own!r:.{store_values.SHOWN}}"
             raise PeerError(f"{what}: rank {unlike[0]} told something of another form ({shown})", unlike)
         if self._number > 1:
             return [post.item for post in found]
@@ -207,7 +196,7 @@ class Exchange:
         if self.world_size > 1:
             self.own_store = dist.PrefixStore(f"sidelane/{self.name}", self.store)
 
-    def _meet(self, what: str, item: Any) -> list[Post]:
+    def _meet(self, what: str, item: Any) -> list[store_values.Post]:
         """Run an exchange: the first one at the first slot where all ranks meet, later ones at that slot."""
         is_first = self._number == 1
         if is_first and self._skips_earlier:
@@ -221,7 +210,7 @@ class Exchange:
                     return _by_rank(found)
                 if is_first:
                     self._forget(1)
-                if failure is not None and outcome == gave_up(failure, self.rank):
+                if failure is not None and outcome == store_values.gave_up(failure, self.rank):
                     raise failure
                 if not is_first or not (outcome.met or self.rank in outcome.ranks):
                     raise outcome.error(what) from failure
@@ -229,18 +218,18 @@ class Exchange:
                 del failure  # its traceback refers to this frame: a reference cycle
             self._go_on()
 
-    def _is_whole(self, found: Mapping[int, Post], outcome: ExchangeOutcome) -> bool:
-        return len(found) == self.world_size and outcome == met(_by_rank(found))
+    def _is_whole(self, found: Mapping[int, store_values.Post], outcome: store_values.ExchangeOutcome) -> bool:
+        return len(found) == self.world_size and outcome == store_values.met(_by_rank(found))
 
-    def _take_part(self, what: str, item: Any) -> tuple[ExchangeOutcome, PeerError | None]:
+    def _take_part(self, what: str, item: Any) -> tuple[store_values.ExchangeOutcome, PeerError | None]:
         """Post, and wait for the others. Return the outcome of the exchange, and this rank's own error, if any."""
-        self._post(Post(version.VERSION, self._word, what, "", item))
+        self._post(store_values.Post(version.VERSION, self._word, what, "", item))
         self._deciding = True
         try:
-            return self._decide(what, met(self._collect(what))), None
+            return self._decide(what, store_values.met(self._collect(what))), None
         except (PeerError, KeyboardInterrupt) as error:
             try:
-                outcome = self._decide(what, gave_up(error, self.rank))
+                outcome = self._decide(what, store_values.gave_up(error, self.rank))
             except PeerError:
                 raise error from None
             if not isinstance(error, PeerError):
@@ -253,17 +242,19 @@ class Exchange:
     def _outcome_key(self) -> str:
         return _OUTCOME if self._number == 1 else f"{self._number}/{_OUTCOME}"
 
-    def _decide(self, what: str, outcome: ExchangeOutcome) -> ExchangeOutcome:
+    def _decide(self, what: str, outcome: store_values.ExchangeOutcome) -> store_values.ExchangeOutcome:
         """Decide the outcome of this exchange, unless another rank has. Return the outcome that counts."""
         assert self.own_store is not None
         with self._reaching_the_store(what):
-            return ExchangeOutcome.of(self.own_store.compare_set(self._outcome_key, "", json.dumps(outcome)))
+            return store_values.ExchangeOutcome.of(
+                self.own_store.compare_set(self._outcome_key, "", json.dumps(outcome))
+            )
 
-    def _decided(self) -> ExchangeOutcome | None:
+    def _decided(self) -> store_values.ExchangeOutcome | None:
         """Return the outcome of this exchange; None if it is not decided yet."""
         assert self.own_store is not None
-        value = value_of(self.own_store, self._outcome_key)
-        return None if value is None else ExchangeOutcome.of(value)
+        value = store_values.value_of(self.own_store, self._outcome_key)
+        return None if value is None else store_values.ExchangeOutcome.of(value)
 
     def _raise_if_over(self, what: str, error: Exception) -> None:
         """Raise the error of the others if they had given up a later exchange before this rank failed in it."""
@@ -289,18 +280,18 @@ class Exchange:
             return
         if self._number == 1:  # a slot that the others gave up for want of this rank is the one that it refuses
             self._go_past(what, missed=False)
-        self._post(Post(version.VERSION, self._word, what, f"{type(error).__name__}: {error}"))
+        self._post(store_values.Post(version.VERSION, self._word, what, f"{type(error).__name__}: {error}"))
 
-    def _post(self, post: Post) -> None:
+    def _post(self, post: store_values.Post) -> None:
         if self.own_store is not None:
             text = json.dumps(post)
             with self._reaching_the_store(post.what):
                 self.own_store.set(f"{self._number}/{self.rank}", text)
-                self._posted = post_of(text)
+                self._posted = store_values.post_of(text)
 
-    def _collect(self, what: str) -> list[Post]:
+    def _collect(self, what: str) -> list[store_values.Post]:
         """Wait for the posts of all ranks, and return them."""
-        found: dict[int, Post] = {}
+        found: dict[int, store_values.Post] = {}
 
         def read() -> list[int]:
             found.update(self._read(what, found))
@@ -309,7 +300,7 @@ class Exchange:
         self.wait_for(what, read)
         return _by_rank(found)
 
-    def _read(self, what: str, known: Container[int] = ()) -> dict[int, Post]:
+    def _read(self, what: str, known: Container[int] = ()) -> dict[int, store_values.Post]:
         """Return the posts that are in the store, except those of ``known`` ranks.
 
         Raises:
@@ -327,13 +318,13 @@ class Exchange:
                 values = [None] * len(keys)
             else:
                 self._read_each_at = time.monotonic() + _EACH_INTERVAL_S
-                values = [value_of(store, key) for key in keys]
+                values = [store_values.value_of(store, key) for key in keys]
         for rank, posted in zip(absent, values, strict=True):
             if posted is not None:
                 try:
-                    found[rank] = post_of(posted)
+                    found[rank] = store_values.post_of(posted)
                 except ValueError as error:
-                    raise not_understood(what, rank, posted) from error
+                    raise store_values.not_understood(what, rank, posted) from error
         return found
 
     def _look_around(self, what: str, missing: Sequence[int]) -> Mapping[int, str]:
@@ -433,7 +424,7 @@ def require_own(group: dist.ProcessGroup, what: str) -> None:
         raise forks.refusal(what, maker)
 
 
-def _by_rank(found: Mapping[int, Post]) -> list[Post]:
+def _by_rank(found: Mapping[int, store_values.Post]) -> list[store_values.Post]:
     return [found[rank] for rank in sorted(found)]
 
 

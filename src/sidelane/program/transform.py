@@ -21,31 +21,16 @@ import dataclasses
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
+from sidelane.program import ir
 from sidelane.program.collective import SLOT_ALIGNMENT, Buffer, Span
-from sidelane.program.ir import (
-    EPOCH,
-    Broadcast,
-    Command,
-    Comparison,
-    Copy,
-    Engine,
-    EngineKind,
-    Flag,
-    Move,
-    Program,
-    Queue,
-    Signal,
-    SignalOp,
-    Swap,
-    Value,
-    Wait,
-)
 
-RAISED = Value(1)
-LOWERED = Value(0)
+RAISED = ir.Value(1)
+LOWERED = ir.Value(0)
 
 
-def lower(program: Program, native: AbstractSet[type[Move]], fits: Callable[[Move], bool] | None = None) -> Program:
+def lower(
+    program: ir.Program, native: AbstractSet[type[ir.Move]], fits: Callable[[ir.Move], bool] | None = None
+) -> ir.Program:
     """Rewrite every broadcast and swap that is not ``native``, or that does not fit the native command (``fits``).
 
     A broadcast becomes two copies. A swap becomes three copies through a staging span of the rank whose engine executes
@@ -55,33 +40,33 @@ def lower(program: Program, native: AbstractSet[type[Move]], fits: Callable[[Mov
     Raises:
         ValueError: ``Copy`` is not native; there is nothing to rewrite to.
     """
-    if Copy not in native:
+    if ir.Copy not in native:
         raise ValueError("lower: native commands must include Copy")
 
-    def rewrites(move: Move) -> bool:
+    def rewrites(move: ir.Move) -> bool:
         return type(move) not in native or (fits is not None and not fits(move))
 
     staging = list(program.staging_bytes)
     queues = []
     for queue in program.queues:
-        commands: list[Command] = []
+        commands: list[ir.Command] = []
         for command in queue.commands:
             match command:
-                case Broadcast(dsts, src) if rewrites(command):
-                    commands += [Copy(dst, src) for dst in dsts]
-                case Swap(a, b) if rewrites(command):
+                case ir.Broadcast(dsts, src) if rewrites(command):
+                    commands += [ir.Copy(dst, src) for dst in dsts]
+                case ir.Swap(a, b) if rewrites(command):
                     near, far = (b, a) if b.rank == queue.rank else (a, b)
                     offset = -(-staging[queue.rank] // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
                     saved = Span(queue.rank, Buffer.STAGING, offset, far.nbytes)
                     staging[queue.rank] = saved.end
-                    commands += [Copy(saved, far), Copy(far, near), Copy(near, saved)]
+                    commands += [ir.Copy(saved, far), ir.Copy(far, near), ir.Copy(near, saved)]
                 case _:
                     commands.append(command)
         queues.append(dataclasses.replace(queue, commands=tuple(commands)))
     return dataclasses.replace(program, queues=tuple(queues), staging_bytes=tuple(staging))
 
 
-def hold(program: Program) -> Program:
+def hold(program: ir.Program) -> ir.Program:
     """Let all queues of a rank wait for one trigger, which its ``caller`` queue fires. ``release`` removes it.
 
     It is the last flag but one of every rank, and only this rank touches it. A rank that does nothing waits for it all
@@ -92,14 +77,14 @@ def hold(program: Program) -> Program:
     """
     if program.prelaunched:
         raise ValueError("hold: the program is prelaunched already")
-    queues: list[Queue] = []
+    queues: list[ir.Queue] = []
     for rank in range(program.world_size):
-        trigger = Flag(rank, program.flag_count)
+        trigger = ir.Flag(rank, program.flag_count)
         queues += [
-            dataclasses.replace(queue, commands=(Wait(trigger, EPOCH), *queue.commands))
-            for queue in program.queues_of(rank) or (Queue(rank, Engine(EngineKind.LOCAL), ()),)
+            dataclasses.replace(queue, commands=(ir.Wait(trigger, ir.EPOCH), *queue.commands))
+            for queue in program.queues_of(rank) or (ir.Queue(rank, ir.Engine(ir.EngineKind.LOCAL), ()),)
         ]
-        queues.append(Queue(rank, Engine(EngineKind.CALLER), (Signal(trigger, EPOCH),)))
+        queues.append(ir.Queue(rank, ir.Engine(ir.EngineKind.CALLER), (ir.Signal(trigger, ir.EPOCH),)))
     return dataclasses.replace(
         program,
         variant=f"{program.variant}+hold",
@@ -109,20 +94,20 @@ def hold(program: Program) -> Program:
     )
 
 
-def held_by(program: Program, rank: int) -> Flag | None:
+def held_by(program: ir.Program, rank: int) -> ir.Flag | None:
     """Return the trigger of a rank's first queue, which fires all of its queues on GPUs; None if there is none."""
     first = [queue.commands[0] for queue in program.queues_of(rank) if queue.commands and program.prelaunched]
-    return next((wait.flag for wait in first if isinstance(wait, Wait)), None)
+    return next((wait.flag for wait in first if isinstance(wait, ir.Wait)), None)
 
 
-def ended_by(program: Program, rank: int) -> Flag | None:
+def ended_by(program: ir.Program, rank: int) -> ir.Flag | None:
     """Return the flag that an executor sets behind all queues of ``rank`` in a program that :func:`hold` made."""
     last = program.flag_count - 1
-    used = {c.flag.index for queue in program.queues for c in queue.commands if isinstance(c, (Wait, Signal))}
-    return Flag(rank, last) if program.prelaunched and last not in used else None
+    used = {c.flag.index for queue in program.queues for c in queue.commands if isinstance(c, (ir.Wait, ir.Signal))}
+    return ir.Flag(rank, last) if program.prelaunched and last not in used else None
 
 
-def release(program: Program) -> Program:
+def release(program: ir.Program) -> ir.Program:
     """Remove the triggers from a program.
 
     Raises:
@@ -133,12 +118,12 @@ def release(program: Program) -> Program:
     queues = tuple(
         dataclasses.replace(queue, commands=queue.commands[1:])
         for queue in program.queues
-        if queue.engine.kind is not EngineKind.CALLER
+        if queue.engine.kind is not ir.EngineKind.CALLER
     )
     return dataclasses.replace(program, queues=queues, prelaunched=False)
 
 
-def freeze(program: Program) -> Program:
+def freeze(program: ir.Program) -> ir.Program:
     """Replace epochs by flags that the waiter resets.
 
     A flag then goes 0 -> 1 by its signal and 1 -> 0 by the waiter, right after the wait. This is safe only where a rank
@@ -148,7 +133,7 @@ def freeze(program: Program) -> Program:
     Raises:
         ValueError: the program has flags that are not plain epochs, or more than one wait for a flag.
     """
-    waited = [c.flag for queue in program.queues for c in queue.commands if isinstance(c, Wait)]
+    waited = [c.flag for queue in program.queues for c in queue.commands if isinstance(c, ir.Wait)]
     if len(waited) != len(set(waited)):
         raise ValueError("freeze: a flag is waited for twice; the first wait would reset it under the second")
     return dataclasses.replace(
@@ -158,45 +143,45 @@ def freeze(program: Program) -> Program:
     )
 
 
-def _freeze_queue(queue: Queue) -> Queue:
-    commands: list[Command] = []
+def _freeze_queue(queue: ir.Queue) -> ir.Queue:
+    commands: list[ir.Command] = []
     for command in queue.commands:
         match command:
-            case Signal(flag, value, op):
-                if value != EPOCH or op is not SignalOp.SET:
+            case ir.Signal(flag, value, op):
+                if value != ir.EPOCH or op is not ir.SignalOp.SET:
                     raise ValueError(f"freeze: cannot freeze 'signal {op} {value}' (allowed=set epoch)")
-                commands.append(Signal(flag, RAISED))
-            case Wait(flag, value, comparison):
-                if value != EPOCH or comparison is not Comparison.GE:
+                commands.append(ir.Signal(flag, RAISED))
+            case ir.Wait(flag, value, comparison):
+                if value != ir.EPOCH or comparison is not ir.Comparison.GE:
                     raise ValueError(f"freeze: cannot freeze 'wait {comparison} {value}' (allowed=>= epoch)")
-                commands += [Wait(flag, RAISED, Comparison.EQ), Signal(flag, LOWERED)]
+                commands += [ir.Wait(flag, RAISED, ir.Comparison.EQ), ir.Signal(flag, LOWERED)]
             case _:
                 commands.append(command)
     return dataclasses.replace(queue, commands=tuple(commands))
 
 
-def without_callers(program: Program) -> Program:
+def without_callers(program: ir.Program) -> ir.Program:
     """Return the program as engines run it; the same object if callers take no part in it."""
-    queues = tuple(queue for queue in program.queues if queue.engine.kind is not EngineKind.CALLER)
+    queues = tuple(queue for queue in program.queues if queue.engine.kind is not ir.EngineKind.CALLER)
     return program if len(queues) == len(program.queues) else dataclasses.replace(program, queues=queues)
 
 
-def flags_of_callers(program: Program) -> Program:
+def flags_of_callers(program: ir.Program) -> ir.Program:
     """Return the program without the callers' computing and reading, for a graph, in which flags that stay on a rank
     are dependencies. It is the same object if callers take no part in it.
     """
     if without_callers(program) is program:
         return program
     queues = tuple(
-        dataclasses.replace(queue, commands=tuple(c for c in queue.commands if isinstance(c, Signal | Wait)))
-        if queue.engine.kind is EngineKind.CALLER
+        dataclasses.replace(queue, commands=tuple(c for c in queue.commands if isinstance(c, ir.Signal | ir.Wait)))
+        if queue.engine.kind is ir.EngineKind.CALLER
         else queue
         for queue in program.queues
     )
     return dataclasses.replace(program, queues=queues)
 
 
-def triggers_of(program: Program, rank: int) -> tuple[tuple[Signal, ...], ...]:
+def triggers_of(program: ir.Program, rank: int) -> tuple[tuple[ir.Signal, ...], ...]:
     """Return the signals of each trigger of a rank, by the number of the trigger.
 
     Raises:
@@ -204,12 +189,12 @@ def triggers_of(program: Program, rank: int) -> tuple[tuple[Signal, ...], ...]:
             a rank's triggers are not 0, 1, 2 ...
     """
     arrivals_of(program, rank)
-    found: dict[int, dict[int, tuple[Signal, ...]]] = {}
+    found: dict[int, dict[int, tuple[ir.Signal, ...]]] = {}
     for queue in program.queues:
-        if queue.engine.kind is not EngineKind.CALLER or _waited(queue):
+        if queue.engine.kind is not ir.EngineKind.CALLER or _waited(queue):
             continue
-        signals = tuple(command for command in queue.commands if isinstance(command, Signal))
-        if not signals or any(signal.op is not SignalOp.SET or signal.flag.rank != queue.rank for signal in signals):
+        signals = tuple(command for command in queue.commands if isinstance(command, ir.Signal))
+        if not signals or any(signal.op is not ir.SignalOp.SET or signal.flag.rank != queue.rank for signal in signals):
             name = f"rank {queue.rank} {queue.engine}"
             raise ValueError(f"{name}: a trigger sets flags of its own rank, one or more")
         found.setdefault(queue.rank, {})[queue.engine.index] = signals
@@ -219,19 +204,19 @@ def triggers_of(program: Program, rank: int) -> tuple[tuple[Signal, ...], ...]:
     return tuple(signals for _, signals in sorted(found.get(rank, {}).items()))
 
 
-def arrivals_of(program: Program, rank: int) -> tuple[tuple[Wait, ...], ...]:
+def arrivals_of(program: ir.Program, rank: int) -> tuple[tuple[ir.Wait, ...], ...]:
     """Return the waits of each arrival of a rank, by the number of the arrival.
 
     Raises:
         ValueError: a ``caller`` queue of any rank waits and signals.
     """
-    found: dict[int, tuple[Wait, ...]] = {}
+    found: dict[int, tuple[ir.Wait, ...]] = {}
     for queue in program.queues:
-        if queue.engine.kind is not EngineKind.CALLER:
+        if queue.engine.kind is not ir.EngineKind.CALLER:
             continue
         waits = _waited(queue)
         resets = {wait.flag for wait in waits}  # in a frozen program
-        if waits and any(isinstance(command, Signal) and command.flag not in resets for command in queue.commands):
+        if waits and any(isinstance(command, ir.Signal) and command.flag not in resets for command in queue.commands):
             raise ValueError(
                 f"rank {queue.rank} {queue.engine} waits and signals (allowed=a trigger computes and signals, an "
                 "arrival waits and reads)"
@@ -241,7 +226,9 @@ def arrivals_of(program: Program, rank: int) -> tuple[tuple[Wait, ...], ...]:
     return tuple(waits for _, waits in sorted(found.items()))
 
 
-def flags_by_callers(program: Program, rank: int) -> tuple[tuple[tuple[Flag, ...], ...], tuple[tuple[Flag, ...], ...]]:
+def flags_by_callers(
+    program: ir.Program, rank: int
+) -> tuple[tuple[tuple[ir.Flag, ...], ...], tuple[tuple[ir.Flag, ...], ...]]:
     """Return the flags of each trigger and of each arrival of a rank."""
     fired, waited = triggers_of(program, rank), arrivals_of(program, rank)
     return (
@@ -250,21 +237,21 @@ def flags_by_callers(program: Program, rank: int) -> tuple[tuple[tuple[Flag, ...
     )
 
 
-def flags_between_own_queues(program: Program, rank: int) -> list[Flag]:
+def flags_between_own_queues(program: ir.Program, rank: int) -> list[ir.Flag]:
     """Return the flags by which a queue of ``rank`` waits for another one of the same rank, in a fixed order.
 
     On GPUs they become events: dependencies that the scheduler can see, which matters most inside a graph, where it may
     put two branches on one channel.
     """
-    signals: dict[Flag, list[Queue]] = {}
+    signals: dict[ir.Flag, list[ir.Queue]] = {}
     for queue in program.queues:
         for command in queue.commands:
-            if isinstance(command, Signal) and command.flag.rank == rank:
+            if isinstance(command, ir.Signal) and command.flag.rank == rank:
                 signals.setdefault(command.flag, []).append(queue)
     queues = program.queues_of(rank)
     found = []
     for flag, senders in signals.items():
-        waiters = [queue for queue in queues for c in queue.commands if isinstance(c, Wait) and c.flag == flag]
+        waiters = [queue for queue in queues for c in queue.commands if isinstance(c, ir.Wait) and c.flag == flag]
         setters = [queue for queue in senders if not waits_for(queue, flag)]
         local = all(queue.rank == rank for queue in senders)
         if local and len(setters) == len(waiters) == 1:
@@ -272,10 +259,10 @@ def flags_between_own_queues(program: Program, rank: int) -> list[Flag]:
     return found
 
 
-def waits_for(queue: Queue, flag: Flag) -> bool:
+def waits_for(queue: ir.Queue, flag: ir.Flag) -> bool:
     """Return True if a queue waits for a flag."""
-    return any(isinstance(command, Wait) and command.flag == flag for command in queue.commands)
+    return any(isinstance(command, ir.Wait) and command.flag == flag for command in queue.commands)
 
 
-def _waited(queue: Queue) -> tuple[Wait, ...]:
-    return tuple(command for command in queue.commands if isinstance(command, Wait))
+def _waited(queue: ir.Queue) -> tuple[ir.Wait, ...]:
+    return tuple(command for command in queue.commands if isinstance(command, ir.Wait))

@@ -24,18 +24,10 @@ from sidelane.errors import ProgramError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, CallerStream
 from sidelane.memory.heap import Region, SymmetricBlock
 from sidelane.modes import untraced
+from sidelane.program import transform
 from sidelane.program.collective import Buffer
 from sidelane.program.contract import Contract
 from sidelane.program.ir import EPOCH, Move, Program, Signal, SignalOp, Value, Wait, describe, has_epochs, writes
-from sidelane.program.transform import (
-    arrivals_of,
-    ended_by,
-    flags_of_callers,
-    freeze,
-    lower,
-    triggers_of,
-    without_callers,
-)
 from sidelane.program.verify import verify
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK, as_int32
 from sidelane.session.entry import entry
@@ -438,7 +430,7 @@ class Forms:
         adds = [c for queue in program.queues for c in queue.commands if isinstance(c, Signal) and c.op is SignalOp.ADD]
         if adds:
             raise UnavailableError(f"load: engines cannot add to flags (value={describe(adds[0])}, allowed=set)")
-        lowered = lower(program, capabilities)
+        lowered = transform.lower(program, capabilities)
         if lowered is not program:
             verify(lowered)
         return Forms.proved(lowered, rank, captures=captures)
@@ -446,8 +438,8 @@ class Forms:
     @staticmethod
     def proved(program: Program, rank: int, *, captures: bool) -> Forms:
         """Make the forms of a program whose moves the engines support. Arguments and errors are those of :meth:`of`."""
-        triggers, arrivals = triggers_of(program, rank), arrivals_of(program, rank)
-        return Forms(program, captures, without_callers(program), triggers, arrivals)
+        triggers, arrivals = transform.triggers_of(program, rank), transform.arrivals_of(program, rank)
+        return Forms(program, captures, transform.without_callers(program), triggers, arrivals)
 
     def for_a_graph(self) -> Program:
         """Make the program to capture; few programs are captured. Raises UnavailableError if it cannot be captured."""
@@ -456,9 +448,9 @@ class Forms:
             try:
                 if self.eager is self.program and not has_epochs(self.program):
                     return self.program
-                frozen = freeze(self.program)
+                frozen = transform.freeze(self.program)
                 verify(frozen)
-                return flags_of_callers(frozen)
+                return transform.flags_of_callers(frozen)
             except (ValueError, ProgramError) as error:
                 problem = error
         raise UnavailableError(f"{self.eager.collective} {self.eager.variant} cannot be captured: {problem}")
@@ -505,6 +497,6 @@ def _last_signals(program: Program, rank: int) -> dict[int, Value]:
                 value, index = command.value, command.flag.index
                 if value.per_epoch and (index not in found or found[index].base < value.base):
                     found[index] = value
-    if (ended := ended_by(program, rank)) is not None:
+    if (ended := transform.ended_by(program, rank)) is not None:
         found[ended.index] = EPOCH
     return found

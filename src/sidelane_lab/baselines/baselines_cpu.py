@@ -9,15 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.program.collective import Kind
-from sidelane_lab.baselines.candidate import (
-    COALESCED,
-    Implementation,
-    TensorLists,
-    Tensors,
-    coalesced,
-    library_call,
-    separately,
-)
+from sidelane_lab.baselines import candidate
 from sidelane_lab.baselines.reference import Case
 
 PLACES = {
@@ -30,7 +22,7 @@ PLACES = {
 """Collectives, out of place and in place."""
 
 
-class Gloo(Implementation):
+class Gloo(candidate.Implementation):
     """Gloo's collectives on ordinary tensors. Every call is asynchronous, so that a GEMM can run next to it.
 
     A list is one coalesced operation where torch has it for Gloo, elsewhere calls that are all begun before the first
@@ -47,20 +39,20 @@ class Gloo(Implementation):
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         return ("",) if in_place in PLACES.get(kind, ()) else ()
 
-    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+    def start(self, case: Case, tensors: candidate.Tensors, variant: str) -> Callable[[], None]:
         assert tensors.output is not None
-        work = library_call(case.kind, tensors.output, tensors.input, group=self._group, async_op=True)()
+        work = candidate.library_call(case.kind, tensors.output, tensors.input, group=self._group, async_op=True)()
         return lambda: _wait(work)
 
     def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        return tuple(name for one in self.variants(kind, in_place) for name in (one, separately(one)))
+        return tuple(name for one in self.variants(kind, in_place) for name in (one, candidate.separately(one)))
 
-    def start_list(self, lists: TensorLists, variant: str) -> Callable[[], None]:
+    def start_list(self, lists: candidate.TensorLists, variant: str) -> Callable[[], None]:
         calls = list(zip(lists.parts, lists.pairs, strict=True))
-        if calls[0][0].kind not in COALESCED:
+        if calls[0][0].kind not in candidate.COALESCED:
             waits = [self.start(part, pair, variant) for part, pair in calls]
             return lambda: _each(waits)
-        with coalesced(self._group, async_ops=True) as begun:
+        with candidate.coalesced(self._group, async_ops=True) as begun:
             for part, pair in calls:
                 self.start(part, pair, variant)
         return lambda: _wait(begun)

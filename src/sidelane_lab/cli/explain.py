@@ -11,23 +11,13 @@ import click
 from sidelane.cli.help import PREDICT
 from sidelane.config import BESIDE, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
+from sidelane_lab.harness import options
 from sidelane_lab.harness.help import OUTPUT, WHERE, json_option
-from sidelane_lab.harness.options import (
-    MACHINE_NAME,
-    CommandOptions,
-    argument,
-    command,
-    loaded,
-    option,
-    shared,
-    values_of,
-    word,
-)
 from sidelane_lab.harness.parameters import KINDS, NameChoice, size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExplainOptions(CommandOptions):
+class ExplainOptions(options.CommandOptions):
     """Show what `auto` takes for a call, why, and what would be submitted.
 
     The first line is the answer: the implementation (dma: copy engines, sm: kernels), the time that it is expected to
@@ -56,52 +46,52 @@ class ExplainOptions(CommandOptions):
         ),
     )
 
-    kind: Kind = argument(
+    kind: Kind = options.argument(
         "collective", metavar="COLLECTIVE", type=NameChoice([kind.value for kind in Kind]), convert=Kind
     )
     # Rounded up to whole elements, and to as many for each rank where the collective gives all of them the same.
-    nbytes: int = argument("nbytes", metavar="SIZE", callback=size)
-    in_place: bool = option("--in-place", False, "Input and output share memory.", is_flag=True)
-    captured: bool = option("--graph", False, "The call is captured into a graph.", is_flag=True)
-    ordinary: bool = option("--ordinary", False, "The tensors are not in symmetric memory.", is_flag=True)
-    beside: str = word("--beside", BESIDE, NOTHING, "What runs beside it.")
-    beside_us: float | None = option(
+    nbytes: int = options.argument("nbytes", metavar="SIZE", callback=size)
+    in_place: bool = options.option("--in-place", False, "Input and output share memory.", is_flag=True)
+    captured: bool = options.option("--graph", False, "The call is captured into a graph.", is_flag=True)
+    ordinary: bool = options.option("--ordinary", False, "The tensors are not in symmetric memory.", is_flag=True)
+    beside: str = options.word("--beside", BESIDE, NOTHING, "What runs beside it.")
+    beside_us: float | None = options.option(
         *("--beside-us", None, "Microseconds of a computation beside it, instead of --beside."),
         type=click.FloatRange(min=0, min_open=True),
     )
-    dtype: str = word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Type of the elements.")
-    packets: bool = option(
+    dtype: str = options.word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Type of the elements.")
+    packets: bool = options.option(
         *("--packets", False, "With --machine mi300x8: the packets of its copy engines. Never run on AMD hardware."),
         is_flag=True,
     )
-    tensors: int | None = option(
+    tensors: int | None = options.option(
         "--tensors", None, "A list of this many in one call, each of SIZE.", type=click.IntRange(min=1)
     )
-    commands: bool = option(
+    commands: bool = options.option(
         *("--commands", False, "Also list the commands that a rank would submit."), group=OUTPUT, is_flag=True
     )
-    world_size: int | None = option(
+    world_size: int | None = options.option(
         *("--world-size", None, "Number of ranks."),
         group=WHERE,
         type=click.IntRange(min=1),
         show_default="as measured, or those of this machine",
     )
-    machine: str | None = option(
+    machine: str | None = options.option(
         *("--machine", None, "A machine that need not be here: h200x4, mi300x8, ..."),
         group=WHERE,
-        type=MACHINE_NAME,
+        type=options.MACHINE_NAME,
         show_default="this one",
     )
-    profile: Path | None = option(
+    profile: Path | None = options.option(
         *("--profile", None, "Choose by this file of `sidelane tune`."),
         group=WHERE,
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
     )
-    json: Path | None = shared(json_option, None)
+    json: Path | None = options.shared(json_option, None)
 
     def __post_init__(self) -> None:
-        CommandOptions.__post_init__(self)
+        options.CommandOptions.__post_init__(self)
         if self.nbytes < 1:
             raise ValueError(f"explain: SIZE (value={self.nbytes}, allowed=1 byte and more)")
         if self.beside_us is not None and self.beside != NOTHING:
@@ -116,7 +106,7 @@ class ExplainOptions(CommandOptions):
 
 
 def _explain(**parameters: Any) -> None:
-    loaded("explain.call").main(ExplainOptions(**values_of(ExplainOptions, parameters)))
+    options.loaded("explain.call").main(ExplainOptions(**options.values_of(ExplainOptions, parameters)))
 
 
-explain = command("explain", _explain, (ExplainOptions,), heading=PREDICT)
+explain = options.command("explain", _explain, (ExplainOptions,), heading=PREDICT)

@@ -20,20 +20,7 @@ from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.harness.terminal import progress_console, say, say_written, tables_console
 from sidelane_lab.machines.numbers import write_report
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.node_steps import (
-    IN_PLACE,
-    Copies,
-    Far,
-    Join,
-    Near,
-    NodeBroadcast,
-    NodePlan,
-    Step,
-    make_plan,
-    nodes_of,
-    pieces_of,
-    rail_of,
-)
+from sidelane_lab.model import node_steps
 from sidelane_lab.model.nodes import KINDS, NodesTimes, TimedStep, nodes_times
 
 SIZES = tuple(1 << power for power in range(12, 31, 2))
@@ -71,41 +58,43 @@ def _plan_of(kind: Kind, nbytes: int, nodes: Nodes, dtype: str, times: NodesTime
     if times.choice.name != HIERARCHICAL:
         return ExplainedPlan()
     item = ELEMENT_BYTES[dtype]
-    elements = -(-nbytes // ((1 if kind in IN_PLACE else len(nodes.of)) * item))
+    elements = -(-nbytes // ((1 if kind in node_steps.IN_PLACE else len(nodes.of)) * item))
     count, item = (elements, item) if kind in REDUCING else (elements * item, 1)
-    plan = make_plan(kind, nodes, 0, (count,), pieces_of(times.choice, nbytes))
+    plan = node_steps.make_plan(kind, nodes, 0, (count,), node_steps.pieces_of(times.choice, nbytes))
     stays = sum(plan.sizes[name] for name in plan.sent) * item
     return ExplainedPlan(
         tuple(_explained(plan, nodes, item, times.steps)), stays, sum(plan.sizes.values()) * item - stays
     )
 
 
-def _explained(plan: NodePlan, nodes: Nodes, item: int, timed: Sequence[TimedStep]) -> Iterator[dict[str, Any]]:
+def _explained(
+    plan: node_steps.NodePlan, nodes: Nodes, item: int, timed: Sequence[TimedStep]
+) -> Iterator[dict[str, Any]]:
     """Yield the steps of rank 0 with their times."""
-    rail = rail_of(nodes, 0)
+    rail = node_steps.rail_of(nodes, 0)
     begun = 0
     for step, times in zip(plan.steps, timed, strict=True):
         where, count = "rail 0", 0
-        if isinstance(step, Far):
+        if isinstance(step, node_steps.Far):
             what, count = f"begin {step.kind} {begun} of ranks {_named(rail)}", step.input.count
             begun += 1
-        elif isinstance(step, Join):
+        elif isinstance(step, node_steps.Join):
             what = f"wait for {step.number}"
         else:
-            where = "rank" if isinstance(step, Copies) else "node 0"
+            where = "rank" if isinstance(step, node_steps.Copies) else "node 0"
             what, count = _near(step, nodes.members[0])
         times_us = {"begin_us": times.begin_us, "end_us": times.end_us}
         yield {"where": where, "what": what, "nbytes": count * item, **times_us}
 
 
-def _near(step: Step, own: Sequence[int]) -> tuple[str, int]:
+def _near(step: node_steps.Step, own: Sequence[int]) -> tuple[str, int]:
     """Return the description of a step within a node, and the elements of this rank's side."""
-    if isinstance(step, Copies):
+    if isinstance(step, node_steps.Copies):
         return f"copy {_counted(step.pairs)}", sum(span.count for span, _ in step.pairs)
-    if isinstance(step, NodeBroadcast):
+    if isinstance(step, node_steps.NodeBroadcast):
         roots = _named([own[root] for root in sorted({root for root, _ in step.parts})])
         return f"broadcast {_counted(step.parts)} of ranks {roots}", sum(span.count for _, span in step.parts)
-    assert isinstance(step, Near)
+    assert isinstance(step, node_steps.Near)
     return f"{step.kind} of ranks {_named(own)}", step.input.count
 
 
@@ -130,14 +119,14 @@ def explain_on(machine: Machine, options: ExplainOptions) -> None:
             text = "allowed=--dtype, --json, --beside: what crosses nodes is modelled for eager calls of all ranks"
             raise ValueError(f"{option.opts[0]} does not go with the nodes of {machine.name} ({text})")
     times = nodes_times(machine, kind, nbytes, options.beside != NOTHING)
-    nodes, choice = nodes_of([machine.gpus] * machine.nodes), times.choice
+    nodes, choice = node_steps.nodes_of([machine.gpus] * machine.nodes), times.choice
     plan = _plan_of(kind, nbytes, nodes, dtype, times)
     if json is not None:
         content = {
             "nodes": [len(ranks) for ranks in nodes.members],
             "takes": choice.name,
             "reason": choice.reason,
-            "pieces": pieces_of(choice, nbytes),
+            "pieces": node_steps.pieces_of(choice, nbytes),
             "rank": 0,
             "steps": list(plan.steps),
             "scratch_that_stays_bytes": plan.stays,
@@ -198,7 +187,7 @@ def predict_collectives(machine: Machine, report: Path | None, json: Path | None
             rows = [(nbytes, nodes_times(machine, kind, nbytes)) for nbytes in SIZES]
         console.print(sizes_table(machine, kind, rows).to_rich())
         for nbytes, times in rows:
-            choice = {"takes": times.choice.name, "pieces": pieces_of(times.choice, nbytes)}
+            choice = {"takes": times.choice.name, "pieces": node_steps.pieces_of(times.choice, nbytes)}
             numbers.append({"collective": str(kind), "bytes": nbytes, **choice, **predicted(times)})
     say_written(write_report(json, report, "nodes_predicted", machine, numbers))
 
@@ -210,7 +199,7 @@ def sizes_table(machine: Machine, kind: Kind, rows: Sequence[tuple[int, NodesTim
         ways = (times.flat_us, times.tree_us, times.hierarchical_us)
         fastest = min(us for us in ways if us is not None)
         cells = ["-" if us is None else f"{us:.1f}" + ("*" if us == fastest else " ") for us in ways]
-        pieces = "" if times.choice.name == FLAT else f" in {pieces_of(times.choice, nbytes)}"
+        pieces = "" if times.choice.name == FLAT else f" in {node_steps.pieces_of(times.choice, nbytes)}"
         lines.append(Line((format_bytes(nbytes), *cells, f"{times.floor_us:.1f}", times.choice.name + pieces)))
     columns = ("bytes", "flat", "tree", "hierarchical", "floor", "<a process group takes")
     title = f"{kind} on {machine.title}: time in us, predicted (* faster)"

@@ -6,24 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.calls import (
-    Call,
-    HostWord,
-    LaunchReduce,
-    Memcpy,
-    MemcpyBatch,
-    MemcpyEveryOther,
-    MemOps,
-    Operand,
-    RecordEvent,
-    RecordStamp,
-    Route,
-    SignalWord,
-    WaitEvent,
-    WaitValue,
-    WriteValue,
-    counts_of,
-)
+from sidelane.execute.cuda import calls
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Flag, Program, Queue, describe
@@ -87,47 +70,47 @@ def call_lines(program: Program, rank: int, captured: bool) -> tuple[tuple[tuple
         )
         for number in range(plan.streams)
     )
-    return streams, str(counts_of(plan, Route.CAPTURE if captured else Route.DIRECT))
+    return streams, str(calls.counts_of(plan, calls.Route.CAPTURE if captured else calls.Route.DIRECT))
 
 
-def describe_call(call: Call) -> str:
+def describe_call(call: calls.Call) -> str:
     """Describe a call in one line.
 
     >>> describe_call(RecordEvent(2))
     'record event 2'
     """
     match call:
-        case MemOps(ops):
+        case calls.MemOps(ops):
             return f"memory operations: {'; '.join(map(_operation, ops))}"
-        case Memcpy(dst, src, nbytes, within):
+        case calls.Memcpy(dst, src, nbytes, within):
             return f"{'local' if within else 'peer'} copy of {nbytes} bytes, {_place(dst)} <- {_place(src)}"
-        case MemcpyBatch(copies):
+        case calls.MemcpyBatch(copies):
             return f"{len(copies)} copies in one call: {'; '.join(map(describe_call, copies))}"
-        case MemcpyEveryOther(dst, src, nbytes, rows):
+        case calls.MemcpyEveryOther(dst, src, nbytes, rows):
             return f"local copy of every other of {2 * rows} rows of {nbytes} bytes, {_place(dst)} <- {_place(src)}"
-        case LaunchReduce(dst, srcs, nbytes, reduction):
+        case calls.LaunchReduce(dst, srcs, nbytes, reduction):
             return f"kernel: {reduction} of {len(srcs)} x {nbytes} bytes -> {_place(dst)}"
-        case RecordEvent(event):
+        case calls.RecordEvent(event):
             return f"record event {event}"
-        case WaitEvent(event):
+        case calls.WaitEvent(event):
             return f"wait for event {event}"
-        case RecordStamp(slot):
+        case calls.RecordStamp(slot):
             return f"time stamp {slot}"
 
 
-def _operation(op: WriteValue | WaitValue) -> str:
-    if isinstance(op, WaitValue):
+def _operation(op: calls.WriteValue | calls.WaitValue) -> str:
+    if isinstance(op, calls.WaitValue):
         return f"wait {_place(op.flag)} {op.comparison} {op.value}"
     return f"write {_place(op.target)} = {op.value}"
 
 
-def _place(place: Operand | Flag | SignalWord | HostWord) -> str:
+def _place(place: calls.Operand | Flag | calls.SignalWord | calls.HostWord) -> str:
     match place:
-        case Operand(rank, buffer, offset):
+        case calls.Operand(rank, buffer, offset):
             return f"{buffer}@{rank}+{offset}"
         case Flag(rank, index):
             return f"flag {index}@{rank}"
-        case SignalWord(index):
+        case calls.SignalWord(index):
             return f"cell {index}"
         case _:
             return f"host word '{place}'"

@@ -23,18 +23,10 @@ from typing import Any
 
 from sidelane.user_files import json_of
 from sidelane_lab.harness.files import text_of
-from sidelane_lab.machines.spec import (
-    Machine,
-    NetworkTopology,
-    NumberLimit,
-    NumberSource,
-    Quantity,
-    RunStatus,
-    Topology,
-)
+from sidelane_lab.machines import spec
 
 TOP_LEVEL = ("name", "title", "gpus", "nodes", "base", "runs")
-RUNS = {"measured": RunStatus.MEASURED, "never": RunStatus.UNRUN, "unsupported": RunStatus.UNSUPPORTED}
+RUNS = {"measured": spec.RunStatus.MEASURED, "never": spec.RunStatus.UNRUN, "unsupported": spec.RunStatus.UNSUPPORTED}
 """Values of ``runs``. A machine takes over only ``unsupported`` from its base: AMD GPUs, which never ran Sidelane."""
 HOP_US = 0.70
 """Microseconds of a hop of NCCL's rings, as measured among two and four H200s."""
@@ -123,7 +115,7 @@ def _gpus() -> dict[str, int]:
 
 
 @functools.cache
-def named(name: str) -> Machine:
+def named(name: str) -> spec.Machine:
     """Return the machine of the catalogue with that name, or one with as many of its GPUs as the name says.
 
     Others than the catalogue has are a part of its largest node, or up to eight where no link joins every two of them.
@@ -140,7 +132,7 @@ def named(name: str) -> Machine:
     gpu, gpus, nodes = (parts[1], int(parts[2]), int(parts[3] or 1)) if parts else ("", 0, 1)
     described = [f"{gpu}x{count}{'x2' * (nodes > 1)}" for count in (gpus, _gpus().get(gpu))]
     base = next((named(one) for one in described if one in known), None)
-    most = 0 if base is None else base.gpus if base.links.topology is Topology.MESH else max(base.gpus, MOST_GPUS)
+    most = 0 if base is None else base.gpus if base.links.topology is spec.Topology.MESH else max(base.gpus, MOST_GPUS)
     if base is None or not (0 < gpus <= most and nodes <= MOST_NODES):
         kind = _plain(name).replace(" ", "-")
         kind = next((one for one in (kind, gpu) if one in _gpus()), "") or re.sub(
@@ -159,42 +151,42 @@ def named(name: str) -> Machine:
     return dataclasses.replace(with_nodes(_with_gpus(base, gpus), nodes), name=wanted)
 
 
-def _with_gpus(machine: Machine, gpus: int) -> Machine:
+def _with_gpus(machine: spec.Machine, gpus: int) -> spec.Machine:
     """Return a machine with another number of GPUs in a node, whose rings have other hops; nothing was measured."""
     if gpus == machine.gpus:
         return machine
     title = re.sub(r"\d+ x ", f"{gpus} x ", machine.title)
-    runs = RunStatus.UNSUPPORTED if machine.runs is RunStatus.UNSUPPORTED else RunStatus.UNRUN
+    runs = spec.RunStatus.UNSUPPORTED if machine.runs is spec.RunStatus.UNSUPPORTED else spec.RunStatus.UNRUN
     library = _assumed(machine.library, machine.title)
     changed = dataclasses.replace(machine, gpus=gpus, title=title, runs=runs, library=library)
-    if machine.host is None and machine.runs is not RunStatus.UNSUPPORTED:
+    if machine.host is None and machine.runs is not spec.RunStatus.UNSUPPORTED:
         for path, hops in HOPS.items():
             us = float(machine.quantities()[path]) - hops * HOP_US * (machine.gpus - gpus)
             changed = changed.with_value(path, us)
     return changed
 
 
-def with_nodes(machine: Machine, nodes: int) -> Machine:
+def with_nodes(machine: spec.Machine, nodes: int) -> spec.Machine:
     """Return a machine with another number of nodes; a torus of them is as even as it can be."""
     if nodes == machine.nodes:
         return machine
     kind = machine.title.split(" nodes of ", 1)[-1]
-    runs = RunStatus.UNSUPPORTED if machine.runs is RunStatus.UNSUPPORTED else RunStatus.UNRUN
+    runs = spec.RunStatus.UNSUPPORTED if machine.runs is spec.RunStatus.UNSUPPORTED else spec.RunStatus.UNRUN
     title = f"{nodes} nodes of {kind}"
     changed = dataclasses.replace(machine, name=_among(machine, nodes), nodes=nodes, title=title, runs=runs)
-    if machine.links.network is not NetworkTopology.TORUS:
+    if machine.links.network is not spec.NetworkTopology.TORUS:
         return changed
     row = min(side for side in range(1, nodes + 1) if nodes % side == 0 and side * side >= nodes)
     return changed.with_value("links.torus_row", row)
 
 
-def _among(machine: Machine, nodes: int) -> str:
+def _among(machine: spec.Machine, nodes: int) -> str:
     """Return the name of a machine of the catalogue in another number of nodes; others keep theirs."""
     one = re.fullmatch(r"([\w-]+?x\d+)(?:x\d+)?", machine.name)
     return machine.name if one is None else f"{one[1]}{f'x{nodes}' * (nodes > 1)}"
 
 
-def find(name_or_path: str, *, least: int = 2, nodes: int = 0) -> Machine:
+def find(name_or_path: str, *, least: int = 2, nodes: int = 0) -> spec.Machine:
     """Return a machine of so many GPUs at least by its name in the catalogue, or from a TOML or JSON file.
 
     So many nodes of it are joined as the catalogue joins nodes of such GPUs, if it has any.
@@ -219,7 +211,7 @@ def find(name_or_path: str, *, least: int = 2, nodes: int = 0) -> Machine:
     return machine
 
 
-def parse(text: str, where: str) -> Machine:
+def parse(text: str, where: str) -> spec.Machine:
     """Make a machine from the text of a file.
 
     Args:
@@ -240,7 +232,7 @@ def parse(text: str, where: str) -> Machine:
         raise ValueError(f"{where}: {mistake}") from mistake
 
 
-def _machine(content: Any) -> Machine:
+def _machine(content: Any) -> spec.Machine:
     """Make a machine of a file's content.
 
     Raises:
@@ -270,13 +262,13 @@ def _machine(content: Any) -> Machine:
             raise _mistake(name, "section is missing")
     if base is not None:
         _follow_links(base, content, values)
-    machine = Machine(**values)
+    machine = spec.Machine(**values)
     for path, text in contradictions(machine):
         raise _mistake(path, text)
     return machine
 
 
-def _about(content: Mapping[str, Any], base: Machine | None) -> dict[str, Any]:
+def _about(content: Mapping[str, Any], base: spec.Machine | None) -> dict[str, Any]:
     """Return what a file, or else its base, says of a machine as a whole."""
     keys = ("name", "title", "gpus", "nodes")
     usual = {"nodes": 1} if base is None else {key: getattr(base, key) for key in keys}
@@ -288,7 +280,9 @@ def _about(content: Mapping[str, Any], base: Machine | None) -> dict[str, Any]:
         if key in least and not (type(value) is int and least[key] <= value <= 4096):
             allowed = f"a whole number from {least[key]} to 4096"
             raise _mistake(key, f"missing or wrong (value={value!r}, allowed={allowed})")
-    runs = content.get("runs", "unsupported" if base is not None and base.runs is RunStatus.UNSUPPORTED else "never")
+    runs = content.get(
+        "runs", "unsupported" if base is not None and base.runs is spec.RunStatus.UNSUPPORTED else "never"
+    )
     if runs not in tuple(RUNS):
         raise _mistake("runs", f"(value={runs!r}, allowed={', '.join(RUNS)})")
     values["runs"] = RUNS[runs]
@@ -303,7 +297,7 @@ def _mistake(path: str, text: object) -> ValueError:
     return ValueError(f"{path}: {text}")
 
 
-def _follow_links(base: Machine, content: Mapping[str, Any], values: dict[str, Any]) -> None:
+def _follow_links(base: spec.Machine, content: Mapping[str, Any], values: dict[str, Any]) -> None:
     """Take what was measured over a base's links, and not stated anew, over to the links that a file states."""
     stated = content.get("links", {})
     if "topology" in stated and values["links"].topology is not base.links.topology:
@@ -329,8 +323,8 @@ def _scaled(section: Any, names: Sequence[str], factor: float, why: str) -> Any:
     for name in names:
         old = getattr(section, name)
         ends = (None, None) if old.low is None else (old.low * factor, old.high * factor)
-        changes[name] = Quantity(
-            old * factor, NumberSource.ASSUMED, f"in proportion to {why}: {old.of or old.source}", *ends
+        changes[name] = spec.Quantity(
+            old * factor, spec.NumberSource.ASSUMED, f"in proportion to {why}: {old.of or old.source}", *ends
         )
     return dataclasses.replace(section, **changes)
 
@@ -365,7 +359,7 @@ def _section(name: str, section: type, content: Any, inherited: Any) -> Any:
     return section(**values)
 
 
-def limits_of(section: type) -> dict[str, NumberLimit]:
+def limits_of(section: type) -> dict[str, spec.NumberLimit]:
     """Return what each number of a section can be."""
     hints = typing.get_type_hints(section, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
@@ -376,22 +370,22 @@ def _assumed(section: Any, title: str) -> Any:
     changes = {}
     for field in dataclasses.fields(section):
         given = getattr(section, field.name)
-        if isinstance(given, Quantity) and given.source is not NumberSource.ASSUMED:
+        if isinstance(given, spec.Quantity) and given.source is not spec.NumberSource.ASSUMED:
             text = f"as on {title}: {given.of or given.source}"
-            changes[field.name] = Quantity(float(given), NumberSource.ASSUMED, text, given.low, given.high)
+            changes[field.name] = spec.Quantity(float(given), spec.NumberSource.ASSUMED, text, given.low, given.high)
     return dataclasses.replace(section, **changes)
 
 
-def _quantity(path: str, content: Any, limit: NumberLimit) -> Quantity:
+def _quantity(path: str, content: Any, limit: spec.NumberLimit) -> spec.Quantity:
     if isinstance(content, int | float) and not isinstance(content, bool):
         content = {"value": content, "source": "assumed", "of": "stated without a source"}
     if not isinstance(content, Mapping) or "value" not in content or "source" not in content:
         raise _mistake(path, f"(value={content!r}, allowed=a number, or a table of {', '.join(QUANTITY_KEYS)})")
     _check_keys((path,), content, QUANTITY_KEYS)
-    if content["source"] not in tuple(NumberSource):
-        raise _mistake(path, f"source (value={content['source']!r}, allowed={', '.join(NumberSource)})")
-    source = NumberSource(content["source"])
-    if source is not NumberSource.DATASHEET and not content.get("of"):
+    if content["source"] not in tuple(spec.NumberSource):
+        raise _mistake(path, f"source (value={content['source']!r}, allowed={', '.join(spec.NumberSource)})")
+    source = spec.NumberSource(content["source"])
+    if source is not spec.NumberSource.DATASHEET and not content.get("of"):
         raise _mistake(path, f"'of' must say which file, claims or argument (source={source})")
     for key in ("value", "low", "high"):
         number = content.get(key, 0.0)
@@ -403,14 +397,14 @@ def _quantity(path: str, content: Any, limit: NumberLimit) -> Quantity:
         if not abs(number) <= sys.float_info.max:
             raise _mistake(path, f"{key} (value={number!r:.100}, allowed=a finite number)")
     try:
-        return Quantity(content["value"], source, content.get("of", ""), content.get("low"), content.get("high"))
+        return spec.Quantity(content["value"], source, content.get("of", ""), content.get("low"), content.get("high"))
     except ValueError as problem:
         raise _mistake(path, problem) from problem
 
 
 def _sections() -> dict[str, tuple[type, bool]]:
     found = {}
-    for name, hint in typing.get_type_hints(Machine).items():
+    for name, hint in typing.get_type_hints(spec.Machine).items():
         options = [option for option in typing.get_args(hint) or (hint,) if option is not type(None)]
         if dataclasses.is_dataclass(options[0]):
             found[name] = (typing.cast(type, options[0]), len(typing.get_args(hint)) > 1)
@@ -425,7 +419,7 @@ def _check_keys(path: tuple[str, ...], content: Mapping[str, Any], allowed: tupl
             raise _mistake(".".join((*path, key)), f"unknown name (allowed={', '.join(allowed)}){hint}")
 
 
-def contradictions(machine: Machine) -> Iterator[tuple[str, str]]:
+def contradictions(machine: spec.Machine) -> Iterator[tuple[str, str]]:
     """Yield numbers that cannot be so beside others: the path of each, and the reason in words."""
     known = machine.quantities()
     for path, ceiling in AT_MOST:
@@ -437,5 +431,5 @@ def contradictions(machine: Machine) -> Iterator[tuple[str, str]]:
         yield "links.nics_per_gpu", f"(value={each:g}, allowed=a whole number, or less than 1 where GPUs share NICs)"
     elif machine.nodes > 1 and abs(nics - round(nics)) > 1e-3:  # a third of a NIC has no end
         yield "links.nics_per_gpu", f"(value={each:g}, allowed=whole NICs a node, which has {machine.gpus} GPUs)"
-    if machine.nodes > 1 and links.network is NetworkTopology.TORUS and machine.nodes % int(links.torus_row):
+    if machine.nodes > 1 and links.network is spec.NetworkTopology.TORUS and machine.nodes % int(links.torus_row):
         yield "links.torus_row", f"(value={links.torus_row:g}, allowed=a divisor of the {machine.nodes} nodes)"

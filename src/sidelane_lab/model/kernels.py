@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from sidelane.program import kernel
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import Engine, EngineKind
-from sidelane.program.kernel import (
-    BLOCKS,
-    HOST_BLOCKS,
-    HOST_LL_BYTES,
-    LARGE_PART_BYTES,
-    MOST_BLOCK_FLAG_BYTES,
-    MOST_BLOCKS,
-    most_ll_bytes,
-)
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import HostThreads, Machine, Topology
 from sidelane_lab.model.collectives import (
@@ -89,10 +81,10 @@ def own_gang(
     if own is None:
         text = "a description with a section [kernels]"
         raise ValueError(f"own_gang: kernels of {machine.name} (value=none, allowed={text})")
-    blocks = MOST_BLOCKS if nbytes / machine.gpus >= LARGE_PART_BYTES else BLOCKS
+    blocks = kernel.MOST_BLOCKS if nbytes / machine.gpus >= kernel.LARGE_PART_BYTES else kernel.BLOCKS
     if machine.through_host:
         alone = host_kernel_us(machine, kind, nbytes) + (0.0 if captured else float(own.eager_us))
-        count = min(HOST_BLOCKS, int(machine.gpu.units)) if units is None else min(units, HOST_BLOCKS)
+        count = min(kernel.HOST_BLOCKS, int(machine.gpu.units)) if units is None else min(units, kernel.HOST_BLOCKS)
         memory = wire_gbps(machine, kind, nbytes, alone) * DMA_TRAFFIC
         return Gang("collective", alone, memory, count, count, reserved=reserved, priority=priority)
     count = min(blocks, int(machine.gpu.units)) if units is None else min(units, blocks)
@@ -102,10 +94,10 @@ def own_gang(
     bytes_a_us = speeds.get(kind, own.gather_gbps) * 1e3 * min(1.0, count / need)
     whole, part = (share * machine.gpus, nbytes) if kind is Kind.ALL_REDUCE else (share, nbytes / machine.gpus)
     exchanged_us = whole * nbytes / bytes_a_us
-    if part <= most_ll_bytes(machine.gpus):
+    if part <= kernel.most_ll_bytes(machine.gpus):
         exchanged_us *= FLAGGED
     else:
-        exchanged_us += float(own.parcels_us if part <= MOST_BLOCK_FLAG_BYTES else own.bulk_us)
+        exchanged_us += float(own.parcels_us if part <= kernel.MOST_BLOCK_FLAG_BYTES else own.bulk_us)
     if kind is Kind.ALL_REDUCE:
         exchanged_us = min(exchanged_us, own.bulk_us + 2 * share * nbytes / bytes_a_us)
     alone = float(own.latency_us + exchanged_us + (0.0 if captured else own.eager_us))
@@ -133,7 +125,7 @@ def host_kernel_us(machine: Machine, kind: Kind, nbytes: int, ranks: int | None 
     stored = read if kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER) else part
     root = min(ranks, int(host.root_gpus)) * read / host.root_gbps
     shared = max(root, ranks * (stored + read) / host.memory_gbps)
-    if kind is not Kind.BROADCAST and part <= HOST_LL_BYTES // peers:
+    if kind is not Kind.BROADCAST and part <= kernel.HOST_LL_BYTES // peers:
         return float(host.flagged_us + FLAGGED * max(read / host.flagged_gbps, shared) / 1e3)
     return float(host.kernel_us + max(read / host.kernel_gbps, shared) / 1e3)
 

@@ -17,18 +17,7 @@ from sidelane.program import collective as define
 from sidelane.program.collective import Buffer, Kind, Span
 from sidelane.program.ir import Copy, Engine, EngineKind, Flag
 from sidelane_lab.machines.spec import Machine, Topology
-from sidelane_lab.model.rings import (
-    RingPosition,
-    Tree,
-    chain,
-    exchange,
-    ring_all_reduce,
-    ring_gather,
-    ring_reduce,
-    tree_down,
-    tree_parent,
-    tree_up,
-)
+from sidelane_lab.model import rings
 from sidelane_lab.model.world import (
     CHUNK_BYTES,
     ITEM,
@@ -99,22 +88,22 @@ def flat(machine: Machine, kind: Kind, nbytes: int, fold: Fold | None = None) ->
             def slot(of: int, step: int, number: int = number) -> Span:
                 return Span(of, Buffer.STAGING, (number * (ranks - 1) + step) * part, part)
 
-            ring = RingPosition(order, at, flag)
+            ring = rings.RingPosition(order, at, flag)
             if kind is Kind.ALL_GATHER:
-                commands = ring_gather(ring, block(rank, at), block)
+                commands = rings.ring_gather(ring, block(rank, at), block)
             elif kind is Kind.REDUCE_SCATTER:
                 result = Span(rank, Buffer.OUTPUT, number * part, part)
-                commands = ring_reduce(ring, given, slot, result, SUM)
+                commands = rings.ring_reduce(ring, given, slot, result, SUM)
             elif kind is Kind.ALL_REDUCE:
-                commands = ring_all_reduce(ring, block, slot, SUM)
+                commands = rings.ring_all_reduce(ring, block, slot, SUM)
             else:
                 first = order.index(0)
-                turned = RingPosition([*order[first:], *order[:first]], (at - first) % ranks, flag)
+                turned = rings.RingPosition([*order[first:], *order[:first]], (at - first) % ranks, flag)
 
                 def whole(of: int, number: int = number) -> Span:
                     return Span(of, Buffer.OUTPUT, number * part, part)
 
-                commands = chain(turned, chunks, whole)
+                commands = rings.chain(turned, chunks, whole)
             if kind is not Kind.BROADCAST:
                 commands = itertools.chain(ring.begin(), commands)
             world.run(rank, _channel(channel), channel, commands, kernel)
@@ -197,7 +186,7 @@ def _flat_exchange(machine: Machine, nbytes: int, fold: Fold | None) -> NodesPro
         for channel, rounds in enumerate(channels):
             named = [((by, across), moved(by, across), moved(-by, -across)) for by, across in rounds]
             own = [Copy(came(rank, rank), given(rank))] if channel == len(channels) - 1 else []
-            commands = itertools.chain(own, exchange(rank, named, world.flag, given, came))
+            commands = itertools.chain(own, rings.exchange(rank, named, world.flag, given, came))
             world.run(rank, _channel(channel), channel, commands, kernel)
         world.join(rank, range(len(channels)))
     return world.program("flat exchange")
@@ -249,9 +238,9 @@ def tree(machine: Machine, kind: Kind, nbytes: int, fold: Fold | None = None) ->
 
                 spans = [chunk(*each) for each in chunks]
                 here = found[twin][number]
-                ways = [tree_down(here, rank, flag, spans, behind_up=reduces)]
+                ways = [rings.tree_down(here, rank, flag, spans, behind_up=reduces)]
                 if reduces:
-                    ways.insert(0, tree_up(here, rank, flag, [span(rank) for span in spans], slot, SUM))
+                    ways.insert(0, rings.tree_up(here, rank, flag, [span(rank) for span in spans], slot, SUM))
                 for way, commands in enumerate(ways):
                     channel = (place * trees + twin) * len(ways) + way
                     world.run(rank, _channel(channel), channel, commands, kernel)
@@ -260,7 +249,7 @@ def tree(machine: Machine, kind: Kind, nbytes: int, fold: Fold | None = None) ->
     return world.program("double binary tree" if reduces else "binary tree")
 
 
-def _tree(machine: Machine, number: int, twin: int, *, rooted: bool) -> Tree:
+def _tree(machine: Machine, number: int, twin: int, *, rooted: bool) -> rings.Tree:
     """Return the tree of a channel; ``rooted``: rank 0 is its root, and gives to the GPU at its begin in that node."""
     parents: dict[int, int] = {}
     gpus = machine.gpus
@@ -272,15 +261,15 @@ def _tree(machine: Machine, number: int, twin: int, *, rooted: bool) -> Tree:
         up = _node_parent(machine.nodes, node, twin)
         if up is not None:
             parents[node * gpus + number] = up * gpus + number
-    return Tree.of(parents)
+    return rings.Tree.of(parents)
 
 
 def _node_parent(nodes: int, node: int, twin: int) -> int | None:
     """Return the parent of a node; the leaves of one twin are inside of the other one, but for one node."""
     if not twin:
-        return tree_parent(nodes, node)
+        return rings.tree_parent(nodes, node)
     turned = (node - 1) % nodes if nodes % 2 else nodes - 1 - node
-    up = tree_parent(nodes, turned)
+    up = rings.tree_parent(nodes, turned)
     if up is None:
         return None
     return (up + 1) % nodes if nodes % 2 else nodes - 1 - up

@@ -22,42 +22,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program import collective as define
+from sidelane.program import ir
 from sidelane.program.batch import Batch
 from sidelane.program.builders import Transport, algorithms, build, build_batch
 from sidelane.program.collective import SLOT_ALIGNMENT, Buffer, Collective, Kind, Span
-from sidelane.program.ir import (
-    Command,
-    Copy,
-    Engine,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Reduce,
-    Signal,
-    Stamp,
-    Wait,
-)
 from sidelane.program.transform import lower
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import HostThreads, Machine
+from sidelane_lab.model import node_steps
 from sidelane_lab.model.collectives import dependencies
-from sidelane_lab.model.node_steps import (
-    IN_PLACE,
-    INPUT,
-    OUTPUT,
-    Copies,
-    ElementSpan,
-    Far,
-    Join,
-    Near,
-    NodeBroadcast,
-    NodePlan,
-    Step,
-    make_plan,
-    nodes_of,
-    rail_of,
-)
 from sidelane_lab.model.rings import RingPosition, chain, exchange, ring_all_reduce, ring_gather, ring_reduce
 from sidelane_lab.model.world import (
     ITEM,
@@ -80,8 +53,8 @@ FEW_COPIES = 4
 MOST_CHUNKS = 1 << 16
 """Chunks of the far steps of a broadcast, times ranks: those of larger programs are larger."""
 
-COPIES, COPY_KERNEL = (Engine(EngineKind.LOCAL, index) for index in (17, 18))
-FAR = Engine(EngineKind.COMPUTE, 1)
+COPIES, COPY_KERNEL = (ir.Engine(ir.EngineKind.LOCAL, index) for index in (17, 18))
+FAR = ir.Engine(ir.EngineKind.COMPUTE, 1)
 
 
 def planned(machine: Machine, kind: Kind, nbytes: int, pieces: int, fold: Fold | None = None) -> NodesProgram:
@@ -94,30 +67,32 @@ def planned(machine: Machine, kind: Kind, nbytes: int, pieces: int, fold: Fold |
         pieces: largest number of pieces.
         fold: ranks to build, which stand for all others; None for as few as can.
     """
-    count = -(-nbytes // (ITEM * (1 if kind in IN_PLACE else machine.world_size)))
-    nodes = nodes_of([machine.gpus] * machine.nodes)
-    first = make_plan(kind, nodes, 0, (count,), pieces)  # of a root, if there is one: no other has more scratch
+    count = -(-nbytes // (ITEM * (1 if kind in node_steps.IN_PLACE else machine.world_size)))
+    nodes = node_steps.nodes_of([machine.gpus] * machine.nodes)
+    first = node_steps.make_plan(
+        kind, nodes, 0, (count,), pieces
+    )  # of a root, if there is one: no other has more scratch
     if kind is Kind.BROADCAST:
         fold = Fold.whole(machine)
     fold = fold or _fold(machine, first)
     world = World(machine, whole_collective(kind, count * ITEM, machine.world_size), fold)
-    steps: tuple[tuple[Step, int, int], ...] = ()
+    steps: tuple[tuple[node_steps.Step, int, int], ...] = ()
     for rank in world.ranks:
-        plan = make_plan(kind, nodes, rank, (count,), pieces)
+        plan = node_steps.make_plan(kind, nodes, rank, (count,), pieces)
         found = _Planned(world, nodes, rank, plan, pieces, first.sizes).build()
         steps = steps or found
     return world.program("hierarchical", steps)
 
 
-def _fold(machine: Machine, plan: NodePlan) -> Fold:
+def _fold(machine: Machine, plan: node_steps.NodePlan) -> Fold:
     """Return the ranks that stand for all others: all of them for blocks of two sizes."""
-    fars = [step for step in plan.steps if isinstance(step, Far)]
-    if any(step.input.count % machine.nodes for step in fars if step.kind in IN_PLACE):
+    fars = [step for step in plan.steps if isinstance(step, node_steps.Far)]
+    if any(step.input.count % machine.nodes for step in fars if step.kind in node_steps.IN_PLACE):
         return Fold.whole(machine)
     # Programs of several broadcasts answer the roots in one order on all ranks: no place is like another one there.
     alike = machine.dma.host is HostThreads.RANK
-    alike = alike and not any(isinstance(step, NodeBroadcast) for step in plan.steps)
-    near = (_near_collective(step, machine.gpus) for step in plan.steps if isinstance(step, Near))
+    alike = alike and not any(isinstance(step, node_steps.NodeBroadcast) for step in plan.steps)
+    near = (_near_collective(step, machine.gpus) for step in plan.steps if isinstance(step, node_steps.Near))
     alike = alike and all(fastest_near(machine, what).is_even for what in near)
     shifts = range(1, machine.nodes) if any(step.kind is Kind.ALL_TO_ALL for step in fars) else (1,)
     return fold_of(machine, tuple((by, 0) for by in shifts), places=1 if alike else machine.gpus)
@@ -127,39 +102,39 @@ class _Planned:
     """The queues of one rank, from its plan."""
 
     def __init__(
-        self, world: World, nodes: Nodes, rank: int, plan: NodePlan, pieces: int, scratch: Mapping[str, int]
+        self, world: World, nodes: Nodes, rank: int, plan: node_steps.NodePlan, pieces: int, scratch: Mapping[str, int]
     ) -> None:
         self.world, self.nodes, self.rank, self.plan = world, nodes, rank, plan
         self.node, self.place = nodes.coordinates(rank)
         self.stream = world.queue(rank, STREAM)
         self.far = self.near = 0  # numbers of the next steps, alike on all ranks that meet there
         self.pieces = pieces
-        given = Buffer.OUTPUT if world.collective.kind in IN_PLACE else Buffer.INPUT
-        self.buffers = {INPUT: (given, 0), OUTPUT: (Buffer.OUTPUT, 0)}
+        given = Buffer.OUTPUT if world.collective.kind in node_steps.IN_PLACE else Buffer.INPUT
+        self.buffers = {node_steps.INPUT: (given, 0), node_steps.OUTPUT: (Buffer.OUTPUT, 0)}
         self.sizes = world.sizes
         world.staging = 0  # alike on all ranks
         for name, count in scratch.items():
             self.buffers[name] = Buffer.STAGING, world.room(count * ITEM)
-        fars = [step for step in plan.steps if isinstance(step, Far)]
+        fars = [step for step in plan.steps if isinstance(step, node_steps.Far)]
         slots = max((_slot_bytes(step, len(nodes.members)) for step in fars), default=0)
         self.slot_bytes = -(-slots // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         self.slots = world.room(self.slot_bytes * (len(nodes.members) - 1))
         self.near_staging = world.staging
         self.near_most = 0
 
-    def build(self) -> tuple[tuple[Step, int, int], ...]:
+    def build(self) -> tuple[tuple[node_steps.Step, int, int], ...]:
         """Add the queues to the world; return the steps with their stamps."""
-        found: list[tuple[Step, int, int]] = []
+        found: list[tuple[node_steps.Step, int, int]] = []
         for number, step in enumerate(self.plan.steps):
             begin, end = 2 * number, 2 * number + 1
             found.append((step, begin, end))
-            if isinstance(step, Far):
+            if isinstance(step, node_steps.Far):
                 self._far(step, begin, end)
                 continue
             self._stamp(begin)
-            if isinstance(step, Join):
+            if isinstance(step, node_steps.Join):
                 self.world.join(self.rank, [("far", step.number)])
-            elif isinstance(step, Copies):
+            elif isinstance(step, node_steps.Copies):
                 self._copies(number, step)
             else:
                 self._near(number, step)
@@ -169,16 +144,16 @@ class _Planned:
 
     def _stamp(self, slot: int) -> None:
         if self.rank == 0:
-            self.stream.append(Stamp(slot))
+            self.stream.append(ir.Stamp(slot))
 
-    def where(self, rank: int, span: ElementSpan) -> Span:
+    def where(self, rank: int, span: node_steps.ElementSpan) -> Span:
         """Return the bytes of a span of a plan."""
         buffer, begin = self.buffers[span.buffer]
         return Span(rank, buffer, begin + span.offset * ITEM, span.count * ITEM)
 
-    def _copies(self, number: int, step: Copies) -> None:
+    def _copies(self, number: int, step: node_steps.Copies) -> None:
         moved = [(self.where(self.rank, to), self.where(self.rank, given)) for to, given in _joined(step.pairs)]
-        copies = sorted((Copy(to, given) for to, given in moved if to != given), key=self._distance)
+        copies = sorted((ir.Copy(to, given) for to, given in moved if to != given), key=self._distance)
         if not copies:
             return
         few = len(step.pairs) <= FEW_COPIES
@@ -186,9 +161,9 @@ class _Planned:
         self.world.run(self.rank, COPIES if few else COPY_KERNEL, number, copies, kernel, is_handed_over=True)
         self.world.join(self.rank, [number])
 
-    def _near(self, number: int, step: Near | NodeBroadcast) -> None:
+    def _near(self, number: int, step: node_steps.Near | node_steps.NodeBroadcast) -> None:
         first, gpus = self.rank - self.place, self.world.machine.gpus
-        if isinstance(step, NodeBroadcast):
+        if isinstance(step, node_steps.NodeBroadcast):
             what: Collective | tuple[tuple[int, int], ...] = tuple(
                 (root, span.count * ITEM) for root, span in step.parts
             )
@@ -207,7 +182,7 @@ class _Planned:
             rank = first + span.rank
             if span.buffer == Buffer.STAGING:
                 return Span(rank, Buffer.STAGING, self.near_staging + span.offset, span.nbytes)
-            if isinstance(step, NodeBroadcast):
+            if isinstance(step, node_steps.NodeBroadcast):
                 part = bisect.bisect_right(starts, span.offset) - 1
                 whole, offset = spans[part], span.offset - starts[part]
             else:
@@ -219,35 +194,35 @@ class _Planned:
                 whole, offset = self.where(rank, side), span.offset
             return Span(rank, whole.buffer, whole.offset + offset, span.nbytes)
 
-        def flag(flag: Flag) -> Flag:
+        def flag(flag: ir.Flag) -> ir.Flag:
             rank, index = first + flag.rank, flag.index
             if flag not in local:  # by the distance to the other rank, which is the same for all that do the same
                 index += (index - flag.rank) % gpus - index % gpus
             of = self.world.hold if flag in own_flags else self.world.flag
             return of(rank, ("near", near, index, flag in local))
 
-        def embedded(commands: Sequence[Command]) -> Iterator[Command]:
+        def embedded(commands: Sequence[ir.Command]) -> Iterator[ir.Command]:
             for command in commands:
                 match command:
-                    case Copy(dst, src):
-                        yield Copy(moved(dst), moved(src))
-                    case Signal(at, value, op):
-                        yield Signal(flag(at), value, op)
-                    case Wait(at, value, comparison):
-                        yield Wait(flag(at), value, comparison)
-                    case Reduce(dst, srcs, reduction):
-                        yield Reduce(moved(dst), tuple(map(moved, srcs)), reduction)
+                    case ir.Copy(dst, src):
+                        yield ir.Copy(moved(dst), moved(src))
+                    case ir.Signal(at, value, op):
+                        yield ir.Signal(flag(at), value, op)
+                    case ir.Wait(at, value, comparison):
+                        yield ir.Wait(flag(at), value, comparison)
+                    case ir.Reduce(dst, srcs, reduction):
+                        yield ir.Reduce(moved(dst), tuple(map(moved, srcs)), reduction)
                     case _:
                         raise TypeError(f"a near step of copies, sums and flags (value={command!r})")
 
         queues = [queue for queue in near_program.queues[self.place] if queue.commands]
         for queue in queues:
             name, commands, first_command = (number, queue.engine), embedded(queue.commands), queue.commands[0]
-            is_branch = isinstance(first_command, Wait) and first_command.flag in own_flags
+            is_branch = isinstance(first_command, ir.Wait) and first_command.flag in own_flags
             self.world.run(self.rank, queue.engine, name, commands, is_handed_over=not is_branch)
         self.world.join(self.rank, [(number, queue.engine) for queue in queues])
 
-    def _distance(self, copy: Copy) -> tuple[int, int]:
+    def _distance(self, copy: ir.Copy) -> tuple[int, int]:
         """Return how far on the rank is whose block a copy reads or writes: an order that is alike for all ranks."""
         kind, counts = self.world.collective.kind, self.world.collective.counts
         for span in (copy.dst, copy.src):
@@ -258,18 +233,18 @@ class _Planned:
                 return (node - self.node) % self.world.machine.nodes, (place - self.place) % self.world.machine.gpus
         return 0, 0
 
-    def _far(self, step: Far, begin: int, end: int) -> None:
+    def _far(self, step: node_steps.Far, begin: int, end: int) -> None:
         number = self.far
         self.far += 1
-        first, last = ([Stamp(slot)] if self.rank == 0 else [] for slot in (begin, end))
+        first, last = ([ir.Stamp(slot)] if self.rank == 0 else [] for slot in (begin, end))
         commands = itertools.chain(first, self._library(step, number), last)
         self.world.run(self.rank, FAR, ("far", number), commands, _kernel(self.world.machine, step))
 
-    def _library(self, step: Far, number: int) -> Iterator[Command]:
+    def _library(self, step: node_steps.Far, number: int) -> Iterator[ir.Command]:
         """Yield the commands of a far step: those of a library's kernel."""
-        rank, order, many = self.rank, rail_of(self.nodes, self.place), len(self.nodes.members)
+        rank, order, many = self.rank, node_steps.rail_of(self.nodes, self.place), len(self.nodes.members)
 
-        def flag(of: int, purpose: object) -> Flag:
+        def flag(of: int, purpose: object) -> ir.Flag:
             return self.world.flag(of, ("far", number, purpose))
 
         def slot(of: int, at: int) -> Span:
@@ -285,7 +260,7 @@ class _Planned:
             own = block_of(came, many)
             yield from ring.begin()
             if own(rank, self.node) != given:
-                yield Copy(own(rank, self.node), given)
+                yield ir.Copy(own(rank, self.node), given)
             yield from ring_gather(ring, given, own)
         elif step.kind is Kind.REDUCE_SCATTER:
             yield from ring.begin()
@@ -296,7 +271,7 @@ class _Planned:
         else:
             sent, arrived = block_of(given, many), block_of(came, many)
             rounds = [(by, order[(self.node + by) % many], order[self.node - by]) for by in range(1, many)]
-            yield Copy(arrived(rank, self.node), sent(rank, self.node))
+            yield ir.Copy(arrived(rank, self.node), sent(rank, self.node))
             coordinates = self.nodes.coordinates
             yield from exchange(
                 rank,
@@ -307,14 +282,16 @@ class _Planned:
             )
 
 
-def _joined(pairs: Sequence[tuple[ElementSpan, ElementSpan]]) -> Iterator[tuple[ElementSpan, ElementSpan]]:
+def _joined(
+    pairs: Sequence[tuple[node_steps.ElementSpan, node_steps.ElementSpan]],
+) -> Iterator[tuple[node_steps.ElementSpan, node_steps.ElementSpan]]:
     """Yield copies, those that go on where the one before ends as one."""
-    last: tuple[ElementSpan, ElementSpan] | None = None
+    last: tuple[node_steps.ElementSpan, node_steps.ElementSpan] | None = None
     for pair in pairs:
         if last is not None and all(
             (a.buffer, a.tensor, a.end) == (b.buffer, b.tensor, b.offset) for a, b in zip(last, pair, strict=True)
         ):
-            last = tuple(ElementSpan(a.buffer, a.offset, a.count + pair[0].count, a.tensor) for a in last)  # type: ignore[assignment]
+            last = tuple(node_steps.ElementSpan(a.buffer, a.offset, a.count + pair[0].count, a.tensor) for a in last)  # type: ignore[assignment]
             continue
         if last is not None:
             yield last
@@ -323,13 +300,13 @@ def _joined(pairs: Sequence[tuple[ElementSpan, ElementSpan]]) -> Iterator[tuple[
         yield last
 
 
-def _slot_bytes(step: Far, many: int) -> int:
+def _slot_bytes(step: node_steps.Far, many: int) -> int:
     if step.kind is Kind.REDUCE_SCATTER:
         return step.output.count * ITEM
     return -(-step.input.count // many) * ITEM if step.kind is Kind.ALL_REDUCE else 0
 
 
-def _near_collective(step: Near, gpus: int) -> Collective:
+def _near_collective(step: node_steps.Near, gpus: int) -> Collective:
     part = step.input.count // gpus * ITEM
     if step.kind is Kind.SCATTER:
         return define.scatter([part] * gpus, step.root)
@@ -350,10 +327,10 @@ class NearProgram:
         is_even: all places do the same, each with those that are as far on from it.
     """
 
-    program: Program
-    dependencies: frozenset[Flag]
-    local: frozenset[Flag]
-    queues: tuple[tuple[Queue, ...], ...]
+    program: ir.Program
+    dependencies: frozenset[ir.Flag]
+    local: frozenset[ir.Flag]
+    queues: tuple[tuple[ir.Queue, ...], ...]
     is_even: bool
 
 
@@ -364,25 +341,25 @@ def fastest_near(machine: Machine, what: Collective | tuple[tuple[int, int], ...
     Each is simulated alone.
     """
     node = dataclasses.replace(machine, nodes=1)
-    found: list[tuple[float, Program, frozenset[Flag]]] = []
+    found: list[tuple[float, ir.Program, frozenset[ir.Flag]]] = []
     for program in _near_programs(node, what):
         own = dependencies(program)
         found.append((simulate(program, node, edges=own).time_us, program, own))
     _, program, own = min(found, key=lambda each: each[0])
-    queues: list[list[Queue]] = [[] for _ in range(program.world_size)]
+    queues: list[list[ir.Queue]] = [[] for _ in range(program.world_size)]
     for queue in program.queues:
         queues[queue.rank].append(queue)
     local = frozenset(
         command.flag
         for queue in program.queues
         for command in queue.commands
-        if isinstance(command, Signal) and command.flag.rank == queue.rank
+        if isinstance(command, ir.Signal) and command.flag.rank == queue.rank
     )
     alike = [sorted((_from_its_rank(queue, program.world_size) for queue in one), key=str) for one in queues]
     return NearProgram(program, own, local, tuple(map(tuple, queues)), all(one == alike[0] for one in alike))
 
 
-def _from_its_rank(queue: Queue, gpus: int) -> tuple[Engine, list[tuple[object, ...]]]:
+def _from_its_rank(queue: ir.Queue, gpus: int) -> tuple[ir.Engine, list[tuple[object, ...]]]:
     """Return what a queue does, with other ranks as distances from its own; sums have their operands in any order."""
 
     def seen(span: Span) -> tuple[int, str, int]:
@@ -391,16 +368,16 @@ def _from_its_rank(queue: Queue, gpus: int) -> tuple[Engine, list[tuple[object, 
     found: list[tuple[object, ...]] = []
     for command in queue.commands:
         match command:
-            case Copy(dst, src):
-                found.append((Copy, seen(dst), seen(src)))
-            case Reduce(dst, srcs):
-                found.append((Reduce, seen(dst), sorted(map(seen, srcs))))
-            case Signal(flag) | Wait(flag):
+            case ir.Copy(dst, src):
+                found.append((ir.Copy, seen(dst), seen(src)))
+            case ir.Reduce(dst, srcs):
+                found.append((ir.Reduce, seen(dst), sorted(map(seen, srcs))))
+            case ir.Signal(flag) | ir.Wait(flag):
                 found.append((type(command), (flag.rank - queue.rank) % gpus))
     return queue.engine, found
 
 
-def _near_programs(node: Machine, what: Collective | tuple[tuple[int, int], ...]) -> Iterator[Program]:
+def _near_programs(node: Machine, what: Collective | tuple[tuple[int, int], ...]) -> Iterator[ir.Program]:
     """Return the programs that a communicator of the node may choose from: those for host memory only through it."""
     chosen = (
         one
@@ -408,14 +385,14 @@ def _near_programs(node: Machine, what: Collective | tuple[tuple[int, int], ...]
         if node.through_host or not one.through_host
     )
     if isinstance(what, Collective):
-        yield from (lower(build(what, one.name), {Copy}) for one in chosen)
+        yield from (lower(build(what, one.name), {ir.Copy}) for one in chosen)
         return
     parts = tuple(define.broadcast(nbytes, node.gpus, root, in_place=True) for root, nbytes in what)
     batch, transports = Batch("batch", node.gpus, parts), [Transport.PUSH] * len(parts)
-    yield from (lower(build_batch(batch, one.name, transports), {Copy}) for one in chosen if one.merges)
+    yield from (lower(build_batch(batch, one.name, transports), {ir.Copy}) for one in chosen if one.merges)
 
 
-def _kernel(machine: Machine, step: Far) -> KernelPart:
+def _kernel(machine: Machine, step: node_steps.Far) -> KernelPart:
     """Return the library's kernel of a far step: what a rank of the rail sends decides its protocol."""
     nbytes, many = max(step.input.count, step.output.count) * ITEM, machine.nodes
     return library_kernel(machine, step.kind, passed_share(step.kind, many) * nbytes / nic_speed(machine))

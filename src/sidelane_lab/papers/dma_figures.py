@@ -22,23 +22,8 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.panels import COLOURS, Panel, PublishedValue, over_sizes
 from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.study import COLLECTIVES, SIZES
+from sidelane_lab.papers import dma
 from sidelane_lab.papers.claims import matching, published
-from sidelane_lab.papers.dma import (
-    AA,
-    AG,
-    FROM,
-    MB,
-    MI300X,
-    NAMES,
-    OPTIONS,
-    PCPY,
-    PHASED,
-    UP_TO,
-    DmaContext,
-    all_variants,
-    claimed_range,
-    ratio_of_text,
-)
 from sidelane_lab.papers.figures import MEASURED, NO_POINTS, PUBLISHED, PaperFigure
 from sidelane_lab.papers.files import ResultFile
 from sidelane_lab.papers.measurements import ChainReadings, CollectiveReadings, PhaseReadings, PowerReadings
@@ -62,7 +47,7 @@ SIDES = (1024, 4096, 8192)
 
 def rows_of(study: str) -> Callable[[Machine, str], ResultFile]:
     """Return what makes the model's rows of a study of the paper."""
-    return lambda machine, version: model_rows(machine, OPTIONS[study])
+    return lambda machine, version: model_rows(machine, dma.OPTIONS[study])
 
 
 def _phase_curves(file: ResultFile) -> dict[str, dict[int, float]]:
@@ -73,7 +58,7 @@ def _phase_curves(file: ResultFile) -> dict[str, dict[int, float]]:
 def _phase_panel(found: Mapping[str, Band], sizes: Sequence[int], marked: bool) -> Panel:
     phases = dict(found)
     values = [published()[f"DM-PH-0{number}"]["value"] for number in (1, 2)]
-    last = len(PHASED) - 1 + 0.12
+    last = len(dma.PHASED) - 1 + 0.12
     marks = [
         PublishedValue("published: no copy", (values[0],), (0.12,), line=""),
         PublishedValue("published: at most, above 1 MB", (values[1],), (last,), line="", point="v"),
@@ -82,7 +67,7 @@ def _phase_panel(found: Mapping[str, Band], sizes: Sequence[int], marked: bool) 
         total=phases.pop("not copy"),
         curves=phases,
         x=[format_bytes(n) for n in sizes],
-        marks=marks if marked and tuple(sizes) == PHASED else [],
+        marks=marks if marked and tuple(sizes) == dma.PHASED else [],
         xlabel="bytes (lines: plausible share of what is no copy)",
         ylabel="share of the time, %",
         high=115,
@@ -90,7 +75,7 @@ def _phase_panel(found: Mapping[str, Band], sizes: Sequence[int], marked: bool) 
     )
 
 
-PHASES = RowFigure(rows_of("phases"), _phase_curves, _phase_panel, MI300X, NUMBERS)
+PHASES = RowFigure(rows_of("phases"), _phase_curves, _phase_panel, dma.MI300X, NUMBERS)
 """Figure 6: phases from the bottom up: what is no copy lies below, as the paper counts it together."""
 
 
@@ -105,7 +90,7 @@ SPEEDUP: dict[str, Any] = {
 
 def _speedup_figure(kind: Kind) -> RowFigure:
     """Every variant, with and without prelaunch, over the library, and the published means (figures 13 and 14)."""
-    variants = all_variants(kind)
+    variants = dma.all_variants(kind)
     styles = {word: (COLOURS[place // 2], place % 2) for place, word in enumerate(variants)}
 
     def curves(file: ResultFile) -> dict[str, dict[int, float]]:
@@ -115,16 +100,16 @@ def _speedup_figure(kind: Kind) -> RowFigure:
             for word in variants
         }
 
-    word = next(name for name, known in NAMES.items() if known is kind)
+    word = next(name for name, known in dma.NAMES.items() if known is kind)
     gap, slow, faster = (published()[claim]["value"][word] for claim in ("DM-BB-05", "DM-PC-02", "DM-PC-01"))
-    small, large = (float(SIZES[0]), float(UP_TO)), (float(FROM), float(SIZES[-1]))
+    small, large = (float(SIZES[0]), float(dma.UP_TO)), (float(dma.FROM), float(SIZES[-1]))
     marks = [
         PublishedValue("published: best without prelaunch, mean to 32 MB", (1 / gap,), small),
         PublishedValue("published: pcpy, mean to 32 MB", (1 / slow,), small, line="--"),
         PublishedValue("published: pcpy, mean from 64 MB", (1 + faster / 100,), large, line="-."),
     ]
     panel = functools.partial(_speedup_panel, marks=marks, styles=styles)
-    return RowFigure(rows_of("collectives"), curves, panel, MI300X, NUMBERS)
+    return RowFigure(rows_of("collectives"), curves, panel, dma.MI300X, NUMBERS)
 
 
 def _speedup_panel(
@@ -139,16 +124,17 @@ def _speedup_panel(
 
 def _gap_curves(file: ResultFile) -> dict[str, dict[int, float]]:
     readings = CollectiveReadings(file)
-    ways = {"baseline (pcpy)": PCPY, "optimized (best of all)": all_variants(AG)}
+    ways = {"baseline (pcpy)": dma.PCPY, "optimized (best of all)": dma.all_variants(dma.AG)}
     return {
-        name: {n: 1 / readings.behind(AG, variants, [n]) for n in readings.sizes(AG)} for name, variants in ways.items()
+        name: {n: 1 / readings.behind(dma.AG, variants, [n]) for n in readings.sizes(dma.AG)}
+        for name, variants in ways.items()
     }
 
 
 def _gap_marks() -> list[PublishedValue]:
     slow = published()["DM-PC-02"]["value"]["allgather"]
-    final = ratio_of_text(published()["DM-FIN-01"]["value"]["allgather"])
-    small = (float(SIZES[0]), float(UP_TO))
+    final = dma.ratio_of_text(published()["DM-FIN-01"]["value"]["allgather"])
+    small = (float(SIZES[0]), float(dma.UP_TO))
     return [
         PublishedValue("published: baseline, mean to 32 MB", (1 / slow,), small, line="--"),
         PublishedValue("published: optimized, mean to 32 MB", (1 / final,), small),
@@ -158,7 +144,7 @@ def _gap_marks() -> list[PublishedValue]:
 SPEEDUPS = {kind: _speedup_figure(kind) for kind in COLLECTIVES}
 """Figures 13 and 14."""
 GAP = RowFigure(
-    rows_of("collectives"), _gap_curves, functools.partial(_speedup_panel, marks=_gap_marks()), MI300X, NUMBERS
+    rows_of("collectives"), _gap_curves, functools.partial(_speedup_panel, marks=_gap_marks()), dma.MI300X, NUMBERS
 )
 """Figure 1: the baseline and the best of all variants, over the library."""
 
@@ -166,19 +152,19 @@ GAP = RowFigure(
 def producer_mark(most: int) -> PublishedValue:
     """Return the mark of the bytes from which a GEMM and an all-gather on copy engines are as good, up to ``most``."""
     start = published()["DM-SY-01"]["value"]
-    return PublishedValue(f"published: as good or better above {start} MB", (1,), (float(start * MB), float(most)))
+    return PublishedValue(f"published: as good or better above {start} MB", (1,), (float(start * dma.MB), float(most)))
 
 
 def _producer_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
     def ratios(changed: Machine) -> Curves[str]:
-        context, found = DmaContext(changed), {}
+        context, found = dma.DmaContext(changed), {}
         for side in SIDES:
             engines, library = (context.with_producer(side, on_engines) for on_engines in (True, False))
             found[f"GEMM {side}"] = [library[n] / engines[n] for n in SIZES]
         return found
 
     curves = bands(machine, ratios, NUMBERS if ranges else ())
-    here = [producer_mark(SIZES[-1])] if machine.name == MI300X else []
+    here = [producer_mark(SIZES[-1])] if machine.name == dma.MI300X else []
     return [Panel(curves=curves, marks=here, level=1, ylabel="library / DMA", **over_sizes(SIZES))]
 
 
@@ -190,14 +176,14 @@ def _power_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
         return []
 
     def watts(changed: Machine) -> Curves[str]:
-        taken = {n: DmaContext(changed).to_take(AG, n).partition(", ") for n in SIZES}
+        taken = {n: dma.DmaContext(changed).to_take(dma.AG, n).partition(", ") for n in SIZES}
         return {
-            "library": [library_power(changed, AG, n).total_w for n in SIZES],
-            "best DMA": [dma_power(changed, AG, n, v, bool(ahead)).total_w for n, (v, _, ahead) in taken.items()],
+            "library": [library_power(changed, dma.AG, n).total_w for n in SIZES],
+            "best DMA": [dma_power(changed, dma.AG, n, v, bool(ahead)).total_w for n, (v, _, ahead) in taken.items()],
         }
 
     found: dict[str, Band] = bands(machine, watts, NUMBERS if ranges else ())
-    large = [(n, watt) for n, watt in zip(SIZES, found["library"].values, strict=True) if n >= FROM]
+    large = [(n, watt) for n, watt in zip(SIZES, found["library"].values, strict=True) if n >= dma.FROM]
     mean = statistics.fmean(watt for _, watt in large) * (1 - published()["DM-PW-01"]["value"] / 100)
     ends = (float(large[0][0]), float(large[-1][0]))
     marks = [PublishedValue("published: best DMA below the library from 64 MB", (mean,), ends)]
@@ -205,7 +191,7 @@ def _power_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
         Panel(
             curves=found,
             styles=POWER_STYLES,
-            marks=marks if machine.name == MI300X else [],
+            marks=marks if machine.name == dma.MI300X else [],
             low=0,
             ylabel="W a GPU",
             **over_sizes(SIZES),
@@ -227,7 +213,7 @@ def producer(file: ResultFile) -> list[Panel]:
 
 def _to_take(kind: Kind) -> Callable[[Machine, bool, str], Mapping[str, str]]:
     def predict(machine: Machine, ranges: bool, version: str) -> Mapping[str, str]:
-        context = DmaContext(machine)
+        context = dma.DmaContext(machine)
         return {format_bytes(nbytes): context.to_take(kind, nbytes) for nbytes in SIZES}
 
     return predict
@@ -238,7 +224,7 @@ def _published_best(table: str) -> Callable[[], Mapping[str, str]]:
         found: dict[str, str] = {}
         for claim_id in matching(rf"DM-{table}-\d"):
             claim = published()[claim_id]
-            low, high = claimed_range(claim["claim"])
+            low, high = dma.claimed_range(claim["claim"])
             found |= {format_bytes(n): claim["value"] for n in SIZES if low <= n < (high or 1 << 62)}
         return found
 
@@ -250,7 +236,7 @@ def best_words(kind: Kind) -> Callable[[ResultFile], dict[str, str]]:
 
     def words(file: ResultFile) -> dict[str, str]:
         readings = CollectiveReadings(file)
-        variants = all_variants(kind)
+        variants = dma.all_variants(kind)
         found = {}
         for nbytes in readings.sizes(kind):
             best, *others = readings.as_good(kind, variants, nbytes)
@@ -265,7 +251,7 @@ def _by_variant(number: str, caption: str, kind: Kind, claims: tuple[str, ...]) 
     return PaperFigure(
         number=f"003/{number}",
         caption=caption,
-        machine=MI300X,
+        machine=dma.MI300X,
         claims=claims,
         predict=SPEEDUPS[kind].predicted,
         study="collectives",
@@ -280,12 +266,12 @@ FIGURES = (
     PaperFigure(
         number="003/T1",
         caption="The fastest way of an all-gather on copy engines, by size",
-        machine=MI300X,
+        machine=dma.MI300X,
         heading="bytes",
         lines=_published_best("T1"),
-        predict=_to_take(AG),
+        predict=_to_take(dma.AG),
         study="collectives",
-        measure=best_words(AG),
+        measure=best_words(dma.AG),
         claims=matching(r"DM-T1-\d"),
         fuller="prelaunch",
         lacking=NO_PRELAUNCH,
@@ -293,12 +279,12 @@ FIGURES = (
     PaperFigure(
         number="003/T2",
         caption="The fastest way of an all-to-all on copy engines, by size",
-        machine=MI300X,
+        machine=dma.MI300X,
         heading="bytes",
         lines=_published_best("T2"),
-        predict=_to_take(AA),
+        predict=_to_take(dma.AA),
         study="collectives",
-        measure=best_words(AA),
+        measure=best_words(dma.AA),
         claims=matching(r"DM-T2-\d"),
         fuller="prelaunch",
         lacking=NO_PRELAUNCH,
@@ -306,7 +292,7 @@ FIGURES = (
     PaperFigure(
         number="003/1",
         caption="All-gather on copy engines over the library, before and after the paper's optimizations",
-        machine=MI300X,
+        machine=dma.MI300X,
         claims=("DM-PC-02", "DM-PC-03", "DM-FIN-01", "DM-FIN-03"),
         predict=GAP.predicted,
         study="collectives",
@@ -318,7 +304,7 @@ FIGURES = (
     PaperFigure(
         number="003/6",
         caption="Phases of one copy between two GPUs",
-        machine=MI300X,
+        machine=dma.MI300X,
         claims=matching(r"DM-PH-\d+"),
         predict=PHASES.predicted,
         study="phases",
@@ -326,17 +312,17 @@ FIGURES = (
         missing={PUBLISHED: NO_POINTS, MEASURED: "the driver's call is all control: its scheduling is a part of it"},
     ),
     _by_variant(
-        *("13", "All-gather on copy engines over the library, by variant", AG),
+        *("13", "All-gather on copy engines over the library, by variant", dma.AG),
         ("DM-PC-01", "DM-PC-02", "DM-BC-01", "DM-BC-02", "DM-BB-01", "DM-BB-05", "DM-PL-01", "DM-PL-03"),
     ),
     _by_variant(
-        *("14", "All-to-all on copy engines over the library, by variant", AA),
+        *("14", "All-to-all on copy engines over the library, by variant", dma.AA),
         ("DM-PC-01", "DM-PC-02", "DM-SW-01", "DM-SW-02", "DM-BB-01", "DM-BB-05", "DM-PL-01", "DM-PL-03"),
     ),
     PaperFigure(
         number="003/15",
         caption="Power of a GPU during an all-gather",
-        machine=MI300X,
+        machine=dma.MI300X,
         claims=("DM-PW-01",),
         predict=_power_panels,
         study="power",
@@ -346,7 +332,7 @@ FIGURES = (
     PaperFigure(
         number="003/16",
         caption="A GEMM and then an all-gather: the library's time over that of copy engines",
-        machine=MI300X,
+        machine=dma.MI300X,
         claims=("DM-SY-01",),
         predict=_producer_panels,
         study="chain",

@@ -19,18 +19,10 @@ from sidelane_lab.harness.study import Picture
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.harness.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.load import find
-from sidelane_lab.papers import conccl_figures, dma_figures, fused_figures, overlap_figures
-from sidelane_lab.papers.figures import (
-    MEASURED,
-    NAMES_OF_PAPERS,
-    PUBLISHED,
-    ClaimPredictions,
-    FigureValues,
-    PaperFigure,
-)
+from sidelane_lab.papers import conccl_figures, dma_figures, figures, fused_figures, overlap_figures
 from sidelane_lab.papers.files import FILES
 
-FIGURES: Mapping[str, PaperFigure] = {
+FIGURES: Mapping[str, figures.PaperFigure] = {
     one.number: one
     for of_paper in (conccl_figures, fused_figures, dma_figures, overlap_figures)
     for one in of_paper.FIGURES
@@ -44,7 +36,7 @@ and tables of equipment have no values, and are not here.
 FOLDER = Path("figures")
 """Folder of the pictures, where no other is asked for."""
 RESULTS = Path("results")
-DrawnFigure = tuple[FigureValues, list[Table], Picture | None]
+DrawnFigure = tuple[figures.FigureValues, list[Table], Picture | None]
 """A figure, its tables, and its picture; None without one."""
 
 
@@ -92,14 +84,14 @@ def main(options: FigureOptions) -> None:
     machine = None if options.machine is None else find(options.machine)
     sources = options.results or ((RESULTS,) if RESULTS.is_dir() else ())
     folder = options.report or (None if options.json is not None else FOLDER)
-    predictions: dict[str, ClaimPredictions] = {}
+    predictions: dict[str, figures.ClaimPredictions] = {}
     found: list[DrawnFigure] = []
     with progress("drawing") as update:
         for place, (number, figure) in enumerate(asked):
             update(f"{figure.number}, {place + 1} of {len(asked)}")
             version = options.version or ("002" if number.startswith(("002", "2/")) else "000")
             values = figure.evaluate(sources, machine, ranges=options.ranges, version=version)
-            of_claims = predictions.setdefault(version, ClaimPredictions(machine, version))
+            of_claims = predictions.setdefault(version, figures.ClaimPredictions(machine, version))
             tables = values.tables(of_claims.of(figure.claims))
             drawn = None if folder is None else values.draw(folder)
             picture = None if drawn is None else Picture(figure.file_name, values.title, values.title)
@@ -115,14 +107,14 @@ def main(options: FigureOptions) -> None:
     say_written(files)
 
 
-def figure_of(text: str) -> PaperFigure:
+def figure_of(text: str) -> figures.PaperFigure:
     """Return the figure or the table of a number: ``conccl/8``, ``003/13``, ``3/13``, ``dma/T2``, ``002/8``.
 
     Raises:
         ValueError: there is none, or it has no values.
     """
     paper, _, name = text.lower().replace(" ", "").rpartition("/")
-    numbers = {words.split()[0].lower(): number for number, words in NAMES_OF_PAPERS.items()} | {
+    numbers = {words.split()[0].lower(): number for number, words in figures.NAMES_OF_PAPERS.items()} | {
         "002": "000",
         "2": "000",
     }
@@ -138,7 +130,7 @@ def figure_of(text: str) -> PaperFigure:
     return found
 
 
-def _show(values: FigureValues, tables: Iterable[Table], console: rich.console.Console) -> None:
+def _show(values: figures.FigureValues, tables: Iterable[Table], console: rich.console.Console) -> None:
     for table in tables:
         console.print(table.to_rich())
     if not values.figure.is_table:  # a table has these below it
@@ -170,13 +162,15 @@ def _listed() -> Iterable[dict[str, str]]:
     """Yield what is known of each figure before it is drawn."""
     for one in FIGURES.values():
         measured = "" if one.measure is None else FILES[one.study]
-        reasons = {source: one.missing.get(source, "") for source in (PUBLISHED, MEASURED)}
+        reasons = {source: one.missing.get(source, "") for source in (figures.PUBLISHED, figures.MEASURED)}
         yield {
             "figure": one.number,
             "caption": one.caption,
-            "published": f"{len(one.claims)} value{'s' * (len(one.claims) > 1)}" if one.claims else reasons[PUBLISHED],
+            "published": f"{len(one.claims)} value{'s' * (len(one.claims) > 1)}"
+            if one.claims
+            else reasons[figures.PUBLISHED],
             "predicted": one.machine or "several",
-            "measured": measured or reasons[MEASURED],
+            "measured": measured or reasons[figures.MEASURED],
         }
 
 
@@ -188,7 +182,7 @@ def list_table() -> Table:
     return Table("Figures and tables of the papers", columns, tuple(lines), notes)
 
 
-def summary_table(found: Sequence[FigureValues]) -> Table:
+def summary_table(found: Sequence[figures.FigureValues]) -> Table:
     """Make a table of what each figure has, and of what is missing."""
     lines = []
     for values in found:

@@ -13,23 +13,10 @@ from sidelane_lab.machines.ranges import bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.operators import ORDERS, REMOTE_FIRST, SECTIONS, Embedding, Gemv, TiledGemm, predict_fused
 from sidelane_lab.model.panels import Panel, PublishedValue, TimelinePanel
+from sidelane_lab.papers import fused
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.figures import MEASURED, NO_NUMBERS, PUBLISHED, PaperFigure
 from sidelane_lab.papers.files import BETWEEN_NODES, ResultFile
-from sidelane_lab.papers.fused import (
-    DLRM_MACHINE,
-    EMBEDDINGS,
-    FUSED_WORDS,
-    GEMMS,
-    GEMVS,
-    MACHINE,
-    NORMALISED,
-    PROFILED,
-    FusedContext,
-    operator_rows,
-    pass_ratios,
-    scale_out,
-)
 from sidelane_lab.papers.measurements import FusedReadings, normalised_between_nodes
 from sidelane_lab.papers.rows import aligned, exact
 
@@ -47,7 +34,7 @@ def _published(*claim_ids: str) -> PublishedValue:
 
 def _occupancy_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
     def times(changed: Machine) -> dict[str, list[float]]:
-        context = FusedContext(changed)
+        context = fused.FusedContext(changed)
         return {"predicted, fitted": [context.occupied_us(share) / context.occupied_us(0.75) for share in OCCUPANCIES]}
 
     rise, fall = (published()[f"FU-OCC-0{number}"]["value"] for number in (2, 3))
@@ -67,7 +54,9 @@ def _occupancy_panels(machine: Machine, ranges: bool, version: str) -> list[Pane
 
 def _skew_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
     def skews(changed: Machine) -> dict[str, list[float]]:
-        return {"predicted; bags are not in the text": [FusedContext(changed).skew_percent(order) for order in ORDERS]}
+        return {
+            "predicted; bags are not in the text": [fused.FusedContext(changed).skew_percent(order) for order in ORDERS]
+        }
 
     return [
         Panel(
@@ -89,7 +78,7 @@ def _bars(
     operators: tuple[Embedding, ...] | tuple[Gemv, ...] | tuple[TiledGemm, ...],
     measured_words: str,
     read: Callable[[ResultFile], Mapping[str, float]],
-    machine: str = MACHINE,
+    machine: str = fused.MACHINE,
     study: str = "fused",
     missing: Mapping[str, str] = MappingProxyType({PUBLISHED: STAND_INS}),
 ) -> PaperFigure:
@@ -114,20 +103,20 @@ def _bars(
     ]
 
     def normalised(changed: Machine) -> dict[str, list[float]]:
-        rows = operator_rows(changed if machine == MACHINE else scale_out(changed), operators)
-        return {FUSED_WORDS: list(FusedReadings(rows).normalised(operators[0].name).values())}
+        rows = fused.operator_rows(changed if machine == fused.MACHINE else fused.scale_out(changed), operators)
+        return {fused.FUSED_WORDS: list(FusedReadings(rows).normalised(operators[0].name).values())}
 
     sizes = [(one.batch, one.tables) if isinstance(one, Embedding) else (one.rows, one.columns) for one in operators]
     names = [f"{first}\n{second}" for first, second in sizes]
 
     def predicted(machine: Machine, ranges: bool, version: str) -> list[Panel]:
         curves = bands(machine, normalised, SECTIONS if ranges else ())
-        return [Panel(curves=curves, x=names, marks=marks, xlabel=words, **NORMALISED)]
+        return [Panel(curves=curves, x=names, marks=marks, xlabel=words, **fused.NORMALISED)]
 
     def measured(file: ResultFile) -> list[Panel]:
         found = read(file)
-        curves, high = {FUSED_WORDS: exact(list(found.values()))}, max(1.35, 1.2 * max(found.values(), default=1))
-        axis = {**NORMALISED, "high": high}
+        curves, high = {fused.FUSED_WORDS: exact(list(found.values()))}, max(1.35, 1.2 * max(found.values(), default=1))
+        axis = {**fused.NORMALISED, "high": high}
         return [Panel(curves=curves, x=list(found), marks=marks, xlabel=measured_words, **axis)] if found else []
 
     return PaperFigure(
@@ -185,25 +174,25 @@ def _measured_skew(file: ResultFile) -> list[Panel]:
 
 def _timeline(machine: Machine, ranges: bool, version: str) -> list[TimelinePanel]:
     """Show the embedding that Figure 13 profiles on two nodes, with what the peer waits for first."""
-    across = machine if machine.nodes > 1 else scale_out(machine)
-    run = predict_fused(across, PROFILED, REMOTE_FIRST, record=True).fused
-    return [TimelinePanel(intervals=run.timeline, title=str(PROFILED))]
+    across = machine if machine.nodes > 1 else fused.scale_out(machine)
+    run = predict_fused(across, fused.PROFILED, REMOTE_FIRST, record=True).fused
+    return [TimelinePanel(intervals=run.timeline, title=str(fused.PROFILED))]
 
 
 def pass_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
     """Return Figure 15: the fused pass over the unfused one, a bar for each number of samples and tables of a node."""
 
     def normalised(changed: Machine) -> dict[str, list[float]]:
-        return {FUSED_WORDS: list(pass_ratios(changed).values())}
+        return {fused.FUSED_WORDS: list(fused.pass_ratios(changed).values())}
 
     mean = 1 - published()["FU-SIM-01"]["value"] / 100
     return [
         Panel(
             curves=bands(machine, normalised, SECTIONS if ranges else ()),
-            x=list(pass_ratios(machine)),
+            x=list(fused.pass_ratios(machine)),
             marks=[PublishedValue("published: mean", (mean,), line="--")],
             xlabel="samples, and tables a node",
-            **NORMALISED,
+            **fused.NORMALISED,
         )
     ]
 
@@ -214,7 +203,7 @@ FIGURES = (
         "Fused embedding and all-to-all over the same unfused, in a node",
         ("FU-EMB-01", "FU-EMB-02"),
         words="batch, and tables a GPU",
-        operators=EMBEDDINGS,
+        operators=fused.EMBEDDINGS,
         measured_words="batch, tables a GPU, pooling",
         read=_by_shape("embedding_all_to_all"),
     ),
@@ -223,7 +212,7 @@ FIGURES = (
         "Fused GEMV and all-reduce over the same unfused",
         ("FU-GEMV-01", "FU-GEMV-02", "FU-GEMV-03"),
         words="rows, and columns of all GPUs",
-        operators=GEMVS,
+        operators=fused.GEMVS,
         measured_words="rows, columns, tokens",
         read=_by_shape("gemv_all_reduce"),
     ),
@@ -232,7 +221,7 @@ FIGURES = (
         "Fused GEMM and all-to-all over the same unfused",
         ("FU-GEMM-01", "FU-GEMM-02"),
         words="rows a GPU, and columns",
-        operators=GEMMS,
+        operators=fused.GEMMS,
         measured_words="rows a GPU, depth, columns",
         read=_by_shape("gemm_all_to_all"),
     ),
@@ -252,7 +241,7 @@ FIGURES = (
         "Fused embedding and all-to-all over the same unfused, between two nodes",
         ("FU-EMB-03", "FU-EMB-04", "FU-EMB-05"),
         words="batch, and tables a GPU",
-        operators=EMBEDDINGS,
+        operators=fused.EMBEDDINGS,
         measured_words="batch, tables a GPU, pooling",
         read=_between_nodes,
         machine=MI210X2,
@@ -282,7 +271,7 @@ FIGURES = (
     PaperFigure(
         number="001/15",
         caption="A training pass of DLRM on 128 nodes, fused over unfused",
-        machine=DLRM_MACHINE,
+        machine=fused.DLRM_MACHINE,
         claims=("FU-SIM-01",),
         predict=pass_panels,
         missing={PUBLISHED: "the mean only", MEASURED: "there are no 128 nodes; the paper simulates them, too"},

@@ -19,14 +19,7 @@ from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.numbers import predict_study, write_numbers
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.operators import (
-    OBLIVIOUS,
-    REMOTE_FIRST,
-    AllReduceNorm,
-    counts_of,
-    predict_fused,
-    predict_unfused,
-)
+from sidelane_lab.model import operators
 from sidelane_lab.model.split import chain_us, ours_us, split_us
 from sidelane_lab.papers.claims import error_of
 from sidelane_lab.studies.fused.predict import draw, operators_of
@@ -36,13 +29,13 @@ from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS
 COMPUTE, COLLECTIVE, UNFUSED, FUSED = "compute alone", "collective alone", "unfused, process group", "fused"
 CHAIN, PARTS = "unfused, copy engines", "in parts"
 SCHEDULES = {
-    "remote_first": REMOTE_FIRST,
-    "oblivious": OBLIVIOUS,
-    "two_phase": REMOTE_FIRST,
-    "two_phase, oblivious": OBLIVIOUS,
-    "rows as they come": REMOTE_FIRST,
-    "cells": REMOTE_FIRST,
-    "pushed": REMOTE_FIRST,
+    "remote_first": operators.REMOTE_FIRST,
+    "oblivious": operators.OBLIVIOUS,
+    "two_phase": operators.REMOTE_FIRST,
+    "two_phase, oblivious": operators.OBLIVIOUS,
+    "rows as they come": operators.REMOTE_FIRST,
+    "cells": operators.REMOTE_FIRST,
+    "pushed": operators.REMOTE_FIRST,
 }
 """Orders of the model by schedules of the study."""
 
@@ -152,7 +145,7 @@ def held_tables(machine: Machine, found: Sequence[OperatorComparison], unknown: 
 
 def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -> Iterator[OperatorComparison]:
     made_of = operators_of(op, sizes_of(op, shape), machine.world_size)
-    ways = [(made, predict_unfused(machine, made)) for made, _ in made_of]
+    ways = [(made, operators.predict_unfused(machine, made)) for made, _ in made_of]
     made, times = min(ways, key=lambda way: way[1].compute_us)
     rows = [row for row in rows if not row.schedule.startswith(OUR_KERNEL) and COMPILED not in row.schedule]
     first = rows[0]
@@ -163,7 +156,7 @@ def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -
     if computed is not None:
         yield OperatorComparison(op, shape, COMPUTE, "", computed, times.compute_us)
     if first.comm_us is not None and times.collective_us and machine.world_size > 1:
-        uneven = counts_of(made)  # of which a kernel of ours knows nothing
+        uneven = operators.counts_of(made)  # of which a kernel of ours knows nothing
         nbytes = made.collective_bytes(machine.world_size)
         ours = times.collective_us if uneven else ours_us(machine, made.kind, nbytes)
         fastest_us = min(times.collective_us, ours)  # the best of all implementations was measured
@@ -185,7 +178,7 @@ def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -
         is_known = row.implementation == "fused" and (op, row.schedule) not in UNKNOWN
         order = SCHEDULES.get(row.schedule) if is_known else None
         if order is not None and made.has_kernel:
-            if isinstance(made, AllReduceNorm):
+            if isinstance(made, operators.AllReduceNorm):
                 made = dataclasses.replace(made, pushed=row.schedule == "pushed")
-            fused = predict_fused(machine, made, order).fused
+            fused = operators.predict_fused(machine, made, order).fused
             yield OperatorComparison(op, shape, FUSED, row.schedule, row.time_us or 0.0, fused.time_us)

@@ -25,27 +25,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from sidelane.program import ir
 from sidelane.program.collective import Span
-from sidelane.program.ir import (
-    Broadcast,
-    Command,
-    Comparison,
-    Copy,
-    Engine,
-    EngineKind,
-    Move,
-    Program,
-    Queue,
-    Signal,
-    SignalOp,
-    Stamp,
-    Swap,
-    Value,
-    Wait,
-    describe,
-    reads,
-    writes,
-)
 from sidelane.program.transform import lower
 from sidelane.program.wraparound import WORD_BYTES
 from sidelane_lab.sdma import packets as layout
@@ -54,7 +35,7 @@ from sidelane_lab.sdma.packets import Format, Packet
 if TYPE_CHECKING:
     from sidelane.execute.base import Addresses  # which imports torch; predictions do without
 
-ENGINES = (EngineKind.DMA, EngineKind.LOCAL)
+ENGINES = (ir.EngineKind.DMA, ir.EngineKind.LOCAL)
 """Kinds of engines whose queues become packets."""
 
 STAMP_BYTES = 32
@@ -65,7 +46,7 @@ POLL_INTERVAL = 4
 
 _END_OF_VALUES = 1 << 31
 _WHOLE_WORD = 0xFFFFFFFF
-_COMPARISONS = {Comparison.EQ: layout.EQUAL, Comparison.GE: layout.AT_LEAST}
+_COMPARISONS = {ir.Comparison.EQ: layout.EQUAL, ir.Comparison.GE: layout.AT_LEAST}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +76,7 @@ class PacketQueue:
     """
 
     rank: int
-    engine: Engine
+    engine: ir.Engine
     packets: tuple[Packet, ...]
     commands: tuple[int | None, ...]
 
@@ -104,14 +85,14 @@ class PacketQueue:
         return b"".join(packet.to_bytes() for packet in self.packets)
 
 
-def fit(program: Program) -> Program:
+def fit(program: ir.Program) -> ir.Program:
     """Rewrite a program so that each of its moves is one packet.
 
     A move of more bytes than a packet takes is split. A swap must begin and end at multiples of 64 bytes, and the
     destinations of a broadcast must lie alike in 32; others become copies. The buffers themselves are taken to begin at
     such multiples, as symmetric memory does; :func:`encode` checks the addresses.
     """
-    fitted = lower(program, {Copy, Broadcast, Swap}, _is_aligned)
+    fitted = lower(program, {ir.Copy, ir.Broadcast, ir.Swap}, _is_aligned)
     queues = tuple(
         dataclasses.replace(queue, commands=tuple(part for command in queue.commands for part in _parts(command)))
         for queue in fitted.queues
@@ -119,25 +100,25 @@ def fit(program: Program) -> Program:
     return dataclasses.replace(fitted, queues=queues)
 
 
-def _is_aligned(move: Move) -> bool:
+def _is_aligned(move: ir.Move) -> bool:
     match move:
-        case Swap(a, b):
+        case ir.Swap(a, b):
             return not (a.offset | b.offset | a.nbytes) % layout.SWAP_ALIGNMENT
-        case Broadcast((first, second), _):
+        case ir.Broadcast((first, second), _):
             return not (first.offset - second.offset) % layout.DESTINATIONS_ALIGNMENT
         case _:
             return True
 
 
-def _parts(command: Command) -> Iterator[Command]:
+def _parts(command: ir.Command) -> Iterator[ir.Command]:
     match command:
-        case Copy(dst, src):
-            yield from map(Copy, _split(dst, layout.MAX_COPY_BYTES), _split(src, layout.MAX_COPY_BYTES))
-        case Broadcast((first, second), src):
+        case ir.Copy(dst, src):
+            yield from map(ir.Copy, _split(dst, layout.MAX_COPY_BYTES), _split(src, layout.MAX_COPY_BYTES))
+        case ir.Broadcast((first, second), src):
             parts = (_split(span, layout.MAX_BROADCAST_BYTES) for span in (first, second, src))
-            yield from (Broadcast((one, other), source) for one, other, source in zip(*parts, strict=True))
-        case Swap(a, b):
-            yield from map(Swap, _split(a, layout.MAX_COPY_BYTES), _split(b, layout.MAX_COPY_BYTES))
+            yield from (ir.Broadcast((one, other), source) for one, other, source in zip(*parts, strict=True))
+        case ir.Swap(a, b):
+            yield from map(ir.Swap, _split(a, layout.MAX_COPY_BYTES), _split(b, layout.MAX_COPY_BYTES))
         case _:
             yield command
 
@@ -150,7 +131,9 @@ def _split(span: Span, most: int) -> list[Span]:
     ]
 
 
-def encode(program: Program, rank: int, addresses: Addresses, words: QueueWords, epoch: int) -> tuple[PacketQueue, ...]:
+def encode(
+    program: ir.Program, rank: int, addresses: Addresses, words: QueueWords, epoch: int
+) -> tuple[PacketQueue, ...]:
     """Encode the queues of a rank's copy engines for one invocation.
 
     Its other queues are left to whoever runs the program: compute units reduce, and callers signal.
@@ -178,7 +161,7 @@ def encode(program: Program, rank: int, addresses: Addresses, words: QueueWords,
 class _Encoder:
     """Encoder of one queue."""
 
-    def __init__(self, queue: Queue, addresses: Addresses, words: QueueWords, epoch: int, barrier: int) -> None:
+    def __init__(self, queue: ir.Queue, addresses: Addresses, words: QueueWords, epoch: int, barrier: int) -> None:
         self.queue, self.addresses, self.words, self.epoch = queue, addresses, words, epoch
         self.barrier, self.barriers = barrier, 0
         self.read: list[range] = []  # addresses since the last barrier
@@ -191,7 +174,7 @@ class _Encoder:
             try:
                 found = tuple(self._packets(command))
             except ValueError as error:
-                where = f"rank {self.queue.rank} {self.queue.engine} command {index} ({describe(command)})"
+                where = f"rank {self.queue.rank} {self.queue.engine} command {index} ({ir.describe(command)})"
                 raise ValueError(f"encode: {where}: {error}") from None
             packets += found
             commands += [index] * len(found)
@@ -202,36 +185,36 @@ class _Encoder:
         commands += [None] * (len(packets) - len(commands))
         return PacketQueue(self.queue.rank, self.queue.engine, tuple(packets), tuple(commands))
 
-    def _packets(self, command: Command) -> Iterator[Packet]:
+    def _packets(self, command: ir.Command) -> Iterator[Packet]:
         match command:
-            case Copy() | Broadcast() | Swap():
+            case ir.Copy() | ir.Broadcast() | ir.Swap():
                 packet = self._move(command)
                 yield from self._barrier(command)
                 yield packet
-            case Signal(flag, value, SignalOp.SET):
+            case ir.Signal(flag, value, ir.SignalOp.SET):
                 yield _fence(self.addresses.flag(flag), self._number(value))
-            case Wait(flag, value, comparison):
+            case ir.Wait(flag, value, comparison):
                 if flag.rank != self.queue.rank:
                     raise ValueError(f"waits on a flag of another rank (value={flag.rank}, allowed={self.queue.rank})")
                 yield _poll(self.addresses.flag(flag), self._number(value), _COMPARISONS[comparison])
-            case Stamp(slot):
+            case ir.Stamp(slot):
                 if self.words.stamps is None:
                     raise ValueError("words.stamps (value=None, allowed=an address)")
                 yield Packet.of(layout.TIMESTAMP, address=self.words.stamps + STAMP_BYTES * slot)
             case _:
                 raise ValueError("no packet does that (allowed=copy, broadcast, swap, wait, stamp, signal that sets)")
 
-    def _move(self, move: Move) -> Packet:
+    def _move(self, move: ir.Move) -> Packet:
         format, operands = _operands(move)
         sizes = {span.nbytes for span in operands.values()}
         if len(sizes) != 1:
             raise ValueError(f"operands differ in size (value={sorted(sizes)} bytes)")
         return Packet.of(format, nbytes=sizes.pop(), **{name: self._address(span) for name, span in operands.items()})
 
-    def _barrier(self, move: Move) -> Iterator[Packet]:
+    def _barrier(self, move: ir.Move) -> Iterator[Packet]:
         """Yield a barrier if the move touches what earlier ones may still write, or writes what they may still read."""
-        read = [self._range(span) for span in reads(move)]
-        written = [self._range(span) for span in writes(move)]
+        read = [self._range(span) for span in ir.reads(move)]
+        written = [self._range(span) for span in ir.writes(move)]
         if _meet(read, self.written) or _meet(written, self.written) or _meet(written, self.read):
             self.barriers += 1
             yield _fence(self.barrier, self.barriers)
@@ -250,21 +233,21 @@ class _Encoder:
             raise ValueError(f"no address for the {span.buffer} of rank {span.rank}")
         return address
 
-    def _number(self, value: Value) -> int:
+    def _number(self, value: ir.Value) -> int:
         number = value.at(self.epoch)
         if not 0 <= number < _END_OF_VALUES:
             raise ValueError(f"value of the flag (value={number}, allowed=0..{_END_OF_VALUES - 1}: polls do not wrap)")
         return number
 
 
-def _operands(move: Move) -> tuple[Format, dict[str, Span]]:
+def _operands(move: ir.Move) -> tuple[Format, dict[str, Span]]:
     """Return the kind of packet of a move, and the span of each of its addresses."""
     match move:
-        case Copy(dst, src):
+        case ir.Copy(dst, src):
             return layout.COPY, {"dst": dst, "src": src}
-        case Broadcast((first, second), src):
+        case ir.Broadcast((first, second), src):
             return layout.BROADCAST, {"dst": first, "dst2": second, "src": src}
-        case Swap(a, b):
+        case ir.Swap(a, b):
             return layout.SWAP, {"a": a, "b": b}
 
 

@@ -13,25 +13,7 @@ from types import MappingProxyType
 
 from sidelane.errors import SidelaneError
 from sidelane.execute.timeline import Interval
-from sidelane.program.ir import (
-    MOVES,
-    Command,
-    Copy,
-    Engine,
-    EngineKind,
-    Flag,
-    Move,
-    Program,
-    Queue,
-    Reduce,
-    Signal,
-    SignalOp,
-    Stamp,
-    Wait,
-    describe,
-    reads,
-    spans,
-)
+from sidelane.program import ir
 from sidelane_lab.machines.spec import HostThreads, Machine
 from sidelane_lab.sim.flows import VirtualTime
 from sidelane_lab.sim.fold import Fold
@@ -60,7 +42,7 @@ class SimulatedRun:
     commands: int
     timeline: tuple[Interval, ...] = ()
     stamps: Mapping[tuple[int, int], float] = dataclasses.field(default_factory=dict)
-    raised: Mapping[Flag, float] = dataclasses.field(default_factory=dict)
+    raised: Mapping[ir.Flag, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,13 +64,13 @@ class KernelPart:
 
 
 def simulate(
-    program: Program,
+    program: ir.Program,
     machine: Machine,
     *,
-    edges: Set[Flag] = frozenset(),
-    fires: Mapping[Flag, float] = MappingProxyType({}),
-    kernels: Mapping[Flag, KernelPart] = MappingProxyType({}),
-    calls: Mapping[tuple[int, Engine], Sequence[int]] = MappingProxyType({}),
+    edges: Set[ir.Flag] = frozenset(),
+    fires: Mapping[ir.Flag, float] = MappingProxyType({}),
+    kernels: Mapping[ir.Flag, KernelPart] = MappingProxyType({}),
+    calls: Mapping[tuple[int, ir.Engine], Sequence[int]] = MappingProxyType({}),
     fold: Fold | None = None,
     record: bool = False,
 ) -> SimulatedRun:
@@ -111,7 +93,7 @@ def simulate(
         ValueError: the machine has too few GPUs.
         DeadlockError: the program can not end.
     """
-    if not isinstance(program, Program):
+    if not isinstance(program, ir.Program):
         raise TypeError(f"simulate: program (value={program!r}, allowed=a sidelane.program.ir.Program)")
     if not isinstance(machine, Machine):
         raise TypeError(f"simulate: machine (value={machine!r}, allowed=a Machine, as machine.load.named returns)")
@@ -125,13 +107,13 @@ class _Lane:
 
     __slots__ = ("behind", "held_since", "index", "kernel", "queue", "ready", "sent")
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: ir.Queue) -> None:
         self.queue = queue
         self.index = 0
         self.kernel: KernelPart | None = None
         self.ready: dict[int, float] = {}  # when the host has handed over what begins there
         self.sent = (-1, 0.0)  # rank, and latency of what a kernel has sent there last
-        self.behind: Move | Reduce | None = None  # what it has just moved
+        self.behind: ir.Move | ir.Reduce | None = None  # what it has just moved
         self.held_since = 0.0
 
 
@@ -142,12 +124,12 @@ _Passing = tuple[_Lane, Demand, float, float]
 class _Simulation:
     def __init__(
         self,
-        program: Program,
+        program: ir.Program,
         machine: Machine,
-        edges: Set[Flag],
-        fires: Mapping[Flag, float],
-        kernels: Mapping[Flag, KernelPart],
-        calls: Mapping[tuple[int, Engine], Sequence[int]],
+        edges: Set[ir.Flag],
+        fires: Mapping[ir.Flag, float],
+        kernels: Mapping[ir.Flag, KernelPart],
+        calls: Mapping[tuple[int, ir.Engine], Sequence[int]],
         fold: Fold | None,
         record: bool,
     ) -> None:
@@ -160,28 +142,33 @@ class _Simulation:
         self.time: VirtualTime[_Passing] = VirtualTime(self.resources.capacities, self._passed_bytes)
         self.timeline: list[Interval] = []
         self.stamps: dict[tuple[int, int], float] = {}
-        self.raised: dict[Flag, float] = {}
-        self.flags: dict[Flag, int] = {}
-        self.waiting: dict[Flag, list[tuple[_Lane, Wait]]] = {}
+        self.raised: dict[ir.Flag, float] = {}
+        self.flags: dict[ir.Flag, int] = {}
+        self.waiting: dict[ir.Flag, list[tuple[_Lane, ir.Wait]]] = {}
         self.ended = 0
         self.finish_us = 0.0
         self.host_us = 0.0
 
-    def _demands(self, queue: Queue) -> dict[int, Demand]:
+    def _demands(self, queue: ir.Queue) -> dict[int, Demand]:
         found: dict[int, Demand] = {}
         kernel: KernelPart | None = None
         first = 0
         joins = not self.record and not self.kernels and not self.dma.next_copy_us
         for index, command in enumerate(queue.commands):
-            if joins and first < index and isinstance(command, MOVES) and _goes_on(queue.commands[index - 1], command):
+            if (
+                joins
+                and first < index
+                and isinstance(command, ir.MOVES)
+                and _goes_on(queue.commands[index - 1], command)
+            ):
                 one = found[first]
-                nbytes, count = one.nbytes + next(spans(command)).nbytes, one.commands + 1
+                nbytes, count = one.nbytes + next(ir.spans(command)).nbytes, one.commands + 1
                 found[first] = dataclasses.replace(one, nbytes=nbytes, commands=count)
-            elif isinstance(command, (*MOVES, Reduce)):
+            elif isinstance(command, (*ir.MOVES, ir.Reduce)):
                 first = index
                 share = 1.0 if kernel is None else kernel.link_share
                 found[index] = self.resources.demand(command, queue.rank, queue.engine, share)
-            elif self.kernels and isinstance(command, Wait):
+            elif self.kernels and isinstance(command, ir.Wait):
                 kernel = self.kernels.get(command.flag, kernel)
         return found
 
@@ -193,7 +180,7 @@ class _Simulation:
         if self.ended < len(lanes):
             stuck = [lane for lane in lanes if lane.index < len(lane.queue.commands)]
             text = "; ".join(
-                f"rank {lane.queue.rank} {lane.queue.engine} at {describe(lane.queue.commands[lane.index])}"
+                f"rank {lane.queue.rank} {lane.queue.engine} at {ir.describe(lane.queue.commands[lane.index])}"
                 for lane in stuck[:5]
             )
             raise DeadlockError(f"simulate: {len(stuck)} queues never end: {text}")
@@ -206,7 +193,7 @@ class _Simulation:
         parts: list[tuple[int, int, _Lane, int, int]] = []
         for number, lane in enumerate(lanes):
             queue = lane.queue
-            if queue.engine.kind is EngineKind.CALLER:
+            if queue.engine.kind is ir.EngineKind.CALLER:
                 self._leave_to_caller(lane, self._thread(queue), free)
                 continue
             begins = self.calls.get((queue.rank, queue.engine), (0,))
@@ -221,7 +208,7 @@ class _Simulation:
             thread = self._thread(queue)
             start = free.get(thread, 0.0)
             # Stamps are free: what is predicted is the program without them. One more for the sync command.
-            count = sum(not isinstance(command, Stamp) for command in queue.commands[begin:end]) + 1
+            count = sum(not isinstance(command, ir.Stamp) for command in queue.commands[begin:end]) + 1
             control = self.dma.control_us * count
             free[thread] = start + control + self.dma.doorbell_us
             ready = lane.ready[begin] = free[thread] + self.dma.fetch_us
@@ -230,22 +217,22 @@ class _Simulation:
             self._note(f"rank {queue.rank}", str(queue.engine), "fetch", free[thread], ready)
         self.host_us = max(free.values(), default=0.0)
 
-    def _thread(self, queue: Queue) -> int:
+    def _thread(self, queue: ir.Queue) -> int:
         return self.machine.node_of(queue.rank) if self.dma.host is HostThreads.NODE else queue.rank
 
-    def _branches(self, queue: Queue, begin: int) -> bool:
+    def _branches(self, queue: ir.Queue, begin: int) -> bool:
         first = queue.commands[begin] if begin < len(queue.commands) else None
-        return isinstance(first, Wait) and (first.flag in self.edges or first.flag in self.kernels)
+        return isinstance(first, ir.Wait) and (first.flag in self.edges or first.flag in self.kernels)
 
     def _leave_to_caller(self, lane: _Lane, thread: int, free: dict[int, float]) -> None:
-        arrivals = [command.flag for command in lane.queue.commands if isinstance(command, Wait)]
+        arrivals = [command.flag for command in lane.queue.commands if isinstance(command, ir.Wait)]
         if arrivals:  # what callers read then takes no engine
             self.raised.update(dict.fromkeys(arrivals, math.inf))
             lane.index = len(lane.queue.commands)
             self.ended += 1
             return
         for command in lane.queue.commands:
-            if isinstance(command, Signal) and command.flag in self.fires:
+            if isinstance(command, ir.Signal) and command.flag in self.fires:
                 self.time.at(self.fires[command.flag], self._raise, command)
                 continue
             if self.fires:
@@ -253,7 +240,7 @@ class _Simulation:
             start = free.get(thread, 0.0)
             free[thread] = start + self.dma.trigger_us
             self._note("host", f"thread {thread}", f"trigger {lane.queue.rank}", start, free[thread])
-            if isinstance(command, Signal):
+            if isinstance(command, ir.Signal):
                 self.time.at(free[thread], self._raise, command)
         lane.index = len(lane.queue.commands)
         self.ended += 1
@@ -266,14 +253,14 @@ class _Simulation:
                 self.time.at(ready, self._advance, lane)
                 return
             command = commands[lane.index]
-            if isinstance(command, Wait):
+            if isinstance(command, ir.Wait):
                 lane.held_since = self.time.now
                 if self._satisfied(command):  # looking costs the same when the flag is set already
                     self.time.at(self.time.now + self._wait_us(lane, command), self._passed, lane)
                 else:
                     self.waiting.setdefault(self._stands(command.flag), []).append((lane, command))
                 return
-            elif isinstance(command, Signal):
+            elif isinstance(command, ir.Signal):
                 lane.index += 1
                 if lane.kernel is not None:
                     rank, latency_us = lane.sent
@@ -284,15 +271,15 @@ class _Simulation:
                 self._note_on(lane, f"signal {command.flag.rank}", self.time.now, self.time.now + signal_us)
                 self.time.at(self.time.now + signal_us, self._signalled, lane, command)
                 return
-            elif isinstance(command, (*MOVES, Reduce)):
+            elif isinstance(command, (*ir.MOVES, ir.Reduce)):
                 move = self.moves[lane.queue.rank, lane.queue.engine][lane.index]
                 if lane.kernel is not None:
-                    if isinstance(command, Reduce):  # on the way
+                    if isinstance(command, ir.Reduce):  # on the way
                         lane.index += 1
                         continue
                     self._begin(lane, move, self.time.now)
                     return
-                if isinstance(command, Reduce) and lane.queue.engine.kind is EngineKind.COMPUTE:
+                if isinstance(command, ir.Reduce) and lane.queue.engine.kind is ir.EngineKind.COMPUTE:
                     issue = float(dma.reduce_us)
                 else:
                     issue = self._issue_us(lane.behind, command)
@@ -306,12 +293,12 @@ class _Simulation:
         self._note_on(lane, "sync", self.time.now, known)
         self.finish_us = max(self.finish_us, known)
 
-    def _issue_us(self, before: Move | Reduce | None, command: Move | Reduce) -> float:
+    def _issue_us(self, before: ir.Move | ir.Reduce | None, command: ir.Move | ir.Reduce) -> float:
         """Return the latency of a move. One that reads what the one before it read finds these bytes on their way."""
         if before is None:
             return float(self.dma.copy_us)
-        adds = isinstance(before, Reduce) or isinstance(command, Reduce)
-        is_other = not adds and [*reads(command)] != [*reads(before)] and not _goes_on(before, command)
+        adds = isinstance(before, ir.Reduce) or isinstance(command, ir.Reduce)
+        is_other = not adds and [*ir.reads(command)] != [*ir.reads(before)] and not _goes_on(before, command)
         return float(self.dma.next_copy_us + (self.dma.other_source_us if is_other else 0.0))
 
     def _begin(self, lane: _Lane, move: Demand, start: float) -> None:
@@ -325,30 +312,30 @@ class _Simulation:
     def _moved(self, lane: _Lane, move: Demand, start: float, began: float) -> None:
         command = lane.queue.commands[lane.index]
         if self.record:
-            label = describe(command)
+            label = ir.describe(command)
             self._note_on(lane, label, start, self.time.now)
             for resource in move.weights:
                 name = self.resources.names[resource]
                 if name.startswith(("link", "port", "network")):
                     self._note("links", name, label, began, self.time.now)
-        if isinstance(command, Copy):
+        if isinstance(command, ir.Copy):
             lane.sent = command.dst.rank, move.latency_us
-        assert isinstance(command, (*MOVES, Reduce))
+        assert isinstance(command, (*ir.MOVES, ir.Reduce))
         lane.behind = command
         lane.index += move.commands
         self._advance(lane)
 
-    def _signalled(self, lane: _Lane, command: Signal) -> None:
+    def _signalled(self, lane: _Lane, command: ir.Signal) -> None:
         self._raise(command)
         lane.behind = None
         self._advance(lane)
 
-    def _raise(self, command: Signal) -> None:
+    def _raise(self, command: ir.Signal) -> None:
         flag, value = self._stands(command.flag), command.value.at(1)
         if flag in self.raised:
             self.raised[flag] = self.time.now
-        self.flags[flag] = value + (self.flags.get(flag, 0) if command.op is SignalOp.ADD else 0)
-        still: list[tuple[_Lane, Wait]] = []
+        self.flags[flag] = value + (self.flags.get(flag, 0) if command.op is ir.SignalOp.ADD else 0)
+        still: list[tuple[_Lane, ir.Wait]] = []
         for lane, wait in self.waiting.pop(flag, ()):
             if self._satisfied(wait):
                 self.time.at(self.time.now + self._wait_us(lane, wait), self._passed, lane)
@@ -360,25 +347,25 @@ class _Simulation:
     def _passed(self, lane: _Lane) -> None:
         self._note_on(lane, "wait", lane.held_since, self.time.now)
         command = lane.queue.commands[lane.index]
-        if self.kernels and isinstance(command, Wait) and command.flag in self.kernels:
+        if self.kernels and isinstance(command, ir.Wait) and command.flag in self.kernels:
             lane.kernel, lane.sent = self.kernels[command.flag], (-1, 0.0)
         lane.index += 1
         lane.behind = None
         self._advance(lane)
 
-    def _wait_us(self, lane: _Lane, command: Wait) -> float:
+    def _wait_us(self, lane: _Lane, command: ir.Wait) -> float:
         if command.flag in self.kernels:
             return self.kernels[command.flag].start_us
         return 0.0 if lane.kernel is not None or command.flag in self.edges else float(self.dma.wait_us)
 
-    def _satisfied(self, command: Wait) -> bool:
+    def _satisfied(self, command: ir.Wait) -> bool:
         return command.comparison.holds(self.flags.get(self._stands(command.flag), 0), command.value.at(1))
 
-    def _stands(self, flag: Flag) -> Flag:
+    def _stands(self, flag: ir.Flag) -> ir.Flag:
         """Return the flag that stands for another."""
         if self.fold is None or (rank := self.fold.rank(flag.rank)) == flag.rank:
             return flag
-        return Flag(rank, flag.index)
+        return ir.Flag(rank, flag.index)
 
     def _note_on(self, lane: _Lane, label: str, start: float, end: float) -> None:
         self._note(f"rank {lane.queue.rank}", str(lane.queue.engine), label, start, end)
@@ -388,9 +375,9 @@ class _Simulation:
             self.timeline.append(Interval(group, lane, label, start, end))
 
 
-def _goes_on(before: Command, command: Command) -> bool:
+def _goes_on(before: ir.Command, command: ir.Command) -> bool:
     """True if a move continues the one before: the same ranks and buffers, and the bytes behind that one's."""
     if type(before) is not type(command):
         return False
-    pairs = zip(spans(before), spans(command), strict=True)
+    pairs = zip(ir.spans(before), ir.spans(command), strict=True)
     return all((b.rank, b.buffer, b.offset) == (a.rank, a.buffer, a.offset + a.nbytes) for a, b in pairs)

@@ -23,20 +23,7 @@ from sidelane.execute.cpu.commands import Action, compile_queue
 from sidelane.execute.cpu.invocation import Delay, Invocation, ProgramSite
 from sidelane.execute.submitted import Counts, SubmissionLedger, Submitted
 from sidelane.memory.control import ControlBlock
-from sidelane.program.ir import (
-    MOVES,
-    Broadcast,
-    Copy,
-    Engine,
-    Flag,
-    Program,
-    Queue,
-    Reduce,
-    Signal,
-    Swap,
-    Wait,
-    spans,
-)
+from sidelane.program import ir
 
 _JOIN_S = 30.0
 
@@ -52,12 +39,12 @@ class EngineThreads:
         self._rank = rank
         self._lock = threading.RLock()  # reentrant: a signal handler may shut them down at any point of the code
         self._is_submitting = self._ends_then = False
-        self._threads: dict[Engine, EngineThread] = {}
+        self._threads: dict[ir.Engine, EngineThread] = {}
         self._running: weakref.WeakSet[Invocation] = weakref.WeakSet()
         self._is_shut_down = False
         self._process = os.getpid()
 
-    def submit(self, invocation: Invocation, queue: Queue, steps: tuple[Action, ...]) -> None:
+    def submit(self, invocation: Invocation, queue: ir.Queue, steps: tuple[Action, ...]) -> None:
         """Run one queue of an invocation after the earlier queues of its engine; fail it after a shutdown."""
         error: Exception | None = None
         with self._lock:
@@ -78,7 +65,7 @@ class EngineThreads:
         invocation.cancel(error or self._closed_in(invocation))
         invocation.leave()
 
-    def _thread_of(self, engine: Engine) -> EngineThread:
+    def _thread_of(self, engine: ir.Engine) -> EngineThread:
         thread = self._threads.get(engine)
         if thread is None:
             thread = EngineThread(f"sidelane-{self._rank}-{engine}")
@@ -114,7 +101,7 @@ class EngineThread(threading.Thread):
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self.work: queues.SimpleQueue[tuple[Invocation, Queue, tuple[Action, ...]] | None] = queues.SimpleQueue()
+        self.work: queues.SimpleQueue[tuple[Invocation, ir.Queue, tuple[Action, ...]] | None] = queues.SimpleQueue()
 
     def run(self) -> None:
         while (item := self.work.get()) is not None:
@@ -149,9 +136,9 @@ class CpuExecutor:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(frozenset({Copy, Broadcast, Swap}), "cpu")
+        return Capabilities(frozenset({ir.Copy, ir.Broadcast, ir.Swap}), "cpu")
 
-    def load(self, program: Program, addresses: Addresses, *, captured: bool = False) -> CpuProgram:
+    def load(self, program: ir.Program, addresses: Addresses, *, captured: bool = False) -> CpuProgram:
         """Bind this rank's queues of ``program`` (see :class:`sidelane.execute.base.Executor`).
 
         Nothing is ever captured here. ``addresses`` are used as they are: the caller keeps the memory alive and mapped
@@ -183,17 +170,17 @@ class CpuProgram:
     """
 
     def __init__(
-        self, executor: CpuExecutor, program: Program, compiled: Sequence[tuple[Queue, tuple[Action, ...]]]
+        self, executor: CpuExecutor, program: ir.Program, compiled: Sequence[tuple[ir.Queue, tuple[Action, ...]]]
     ) -> None:
         self.program = program
         self._executor = executor
         self._parts = compiled
         counts = counts_of_queues([queue for queue, _ in compiled])
         self._entry = executor.ledger.entry(Submitted(str(program.collective), "dma", program.variant, False, counts))
-        writers: dict[Flag, set[int]] = {}
+        writers: dict[ir.Flag, set[int]] = {}
         for queue in program.queues:
             for command in queue.commands:
-                if isinstance(command, Signal):
+                if isinstance(command, ir.Signal):
                     writers.setdefault(command.flag, set()).add(queue.rank)
         self._site = ProgramSite(
             executor.rank, program, writers, executor.monitor, lambda: executor.timeout_s, executor.delay
@@ -233,16 +220,16 @@ class CpuProgram:
         self.start(epoch).wait()
 
 
-def counts_of_queues(queues: Sequence[Queue]) -> Counts:
+def counts_of_queues(queues: Sequence[ir.Queue]) -> Counts:
     """Count the commands of one rank's queues by the class of engine that would execute them on a device."""
     commands = [(queue, command) for queue in queues for command in queue.commands]
-    moves = [(queue, command) for queue, command in commands if isinstance(command, MOVES)]
-    crossing = sum(any(span.rank != queue.rank for span in spans(command)) for queue, command in moves)
+    moves = [(queue, command) for queue, command in commands if isinstance(command, ir.MOVES)]
+    crossing = sum(any(span.rank != queue.rank for span in ir.spans(command)) for queue, command in moves)
     return Counts(
         peer_copies=crossing,
         local_copies=len(moves) - crossing,
-        writes=sum(isinstance(command, Signal) for _, command in commands),
-        waits=sum(isinstance(command, Wait) for _, command in commands),
-        kernels=sum(isinstance(command, Reduce) for _, command in commands),
+        writes=sum(isinstance(command, ir.Signal) for _, command in commands),
+        waits=sum(isinstance(command, ir.Wait) for _, command in commands),
+        kernels=sum(isinstance(command, ir.Reduce) for _, command in commands),
         calls=len(queues),
     )

@@ -19,22 +19,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from sidelane.program import ir
 from sidelane.program.builders.registry import Algorithm, FlagPlan, Transport, beside, register
 from sidelane.program.collective import REDUCING, Buffer, Chunk, Collective, Kind, Span
-from sidelane.program.ir import (
-    EPOCH,
-    Broadcast,
-    Command,
-    Copy,
-    Engine,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Signal,
-    Swap,
-    Wait,
-)
 from sidelane.program.shape import CallShape
 
 MOVING = tuple(kind for kind in Kind if kind not in REDUCING)
@@ -46,17 +33,17 @@ STRIPE_ALIGNMENT = 256
 """Alignment in bytes of the place at which a copy is cut in two."""
 
 
-def pcpy(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
+def pcpy(collective: Collective, transport: Transport = Transport.PUSH) -> ir.Program:
     """Build a program with one engine for each pair of ranks (DMA collectives paper, 4.2.1)."""
     return _moving(collective, transport, "pcpy", _an_engine_each)
 
 
-def b2b(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
+def b2b(collective: Collective, transport: Transport = Transport.PUSH) -> ir.Program:
     """Build a program with one engine a rank: rank r serves r+1 first (DMA collectives paper, 4.2.4)."""
     return _moving(collective, transport, "b2b", lambda peers: [peers] if peers else [])
 
 
-def bcst(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
+def bcst(collective: Collective, transport: Transport = Transport.PUSH) -> ir.Program:
     """Build broadcasts to two destinations, and a copy for a peer left over (DMA collectives paper, 4.2.2)."""
     if collective.kind not in (Kind.ALL_GATHER, Kind.BROADCAST):
         raise ValueError(f"bcst: collective (value={collective.kind}, allowed=all_gather, broadcast)")
@@ -65,7 +52,7 @@ def bcst(collective: Collective, transport: Transport = Transport.PUSH) -> Progr
     return _moving(collective, transport, "bcst", lambda peers: [peers[i : i + 2] for i in range(0, len(peers), 2)])
 
 
-def swap(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
+def swap(collective: Collective, transport: Transport = Transport.PUSH) -> ir.Program:
     """Exchange chunks in pairs inside the output, where an input is copied first (DMA collectives paper, 4.2.3)."""
     counts, n = collective.counts, collective.world_size
     if collective.kind is not Kind.ALL_TO_ALL:
@@ -78,24 +65,24 @@ def swap(collective: Collective, transport: Transport = Transport.PUSH) -> Progr
         raise ValueError(f"swap: {_SWAP_COPIES_ALL}")
     outputs = {(chunk.src_rank, chunk.dst_rank): output_of(collective, chunk) for chunk in collective.chunks()}
     moves: MovesByPair = {
-        (rank, peer): Swap(outputs[peer, rank], span)
+        (rank, peer): ir.Swap(outputs[peer, rank], span)
         for (rank, peer), span in outputs.items()
         if rank != peer and swap_issuer(rank, peer, n) == rank
     }
-    first: dict[int, list[Copy]] = {}
+    first: dict[int, list[ir.Copy]] = {}
     for rank, row in enumerate(counts if not collective.in_place else ()):
         nbytes = sum(row)
-        copy = Copy(Span(rank, Buffer.OUTPUT, 0, nbytes), Span(rank, Buffer.INPUT, 0, nbytes))
+        copy = ir.Copy(Span(rank, Buffer.OUTPUT, 0, nbytes), Span(rank, Buffer.INPUT, 0, nbytes))
         first[rank] = [copy] if nbytes else []
     handshake = _Handshake(collective, "swap", moves, first, holds=True)
-    queues: list[Queue] = []
+    queues: list[ir.Queue] = []
     for rank in range(n):
         dma, local = handshake.queues(rank, _an_engine_each)
         queues += [*local, *dma]
     return handshake.program(queues, (0,) * n)
 
 
-MovesByPair = Mapping[tuple[int, int], Copy | Swap]
+MovesByPair = Mapping[tuple[int, int], ir.Copy | ir.Swap]
 """Command by its mover and partner."""
 
 Sharing = Callable[[Sequence[int]], list[Sequence[int]]]
@@ -106,7 +93,7 @@ def _an_engine_each(peers: Sequence[int]) -> list[Sequence[int]]:
     return [[peer] for peer in peers]
 
 
-def _moving(collective: Collective, transport: Transport, variant: str, share_engines: Sharing) -> Program:
+def _moving(collective: Collective, transport: Transport, variant: str, share_engines: Sharing) -> ir.Program:
     overwrites = collective.in_place and collective.kind is Kind.ALL_TO_ALL
     if overwrites and transport is not Transport.STAGED:
         raise ValueError(
@@ -114,9 +101,9 @@ def _moving(collective: Collective, transport: Transport, variant: str, share_en
             f"(transport={transport}, allowed=staged, or the variant swap)"
         )
     n = collective.world_size
-    moves: dict[tuple[int, int], Copy | Swap] = {}
+    moves: dict[tuple[int, int], ir.Copy | ir.Swap] = {}
     staged: list[set[tuple[int, int]]] = [set() for _ in range(n)]
-    own: dict[int, list[Copy]] = {}
+    own: dict[int, list[ir.Copy]] = {}
     for chunk in collective.chunks():
         sender, receiver = chunk.src_rank, chunk.dst_rank
         if sender == receiver:
@@ -127,19 +114,19 @@ def _moving(collective: Collective, transport: Transport, variant: str, share_en
             source = Span(sender, Buffer.STAGING, chunk.src_offset, chunk.nbytes)
             staged[sender].add((source.offset, source.end))
         pair = (sender, receiver) if transport is Transport.PUSH else (receiver, sender)
-        moves[pair] = Copy(output_of(collective, chunk), source)
+        moves[pair] = ir.Copy(output_of(collective, chunk), source)
     first = {rank: _stage(collective, rank, staged[rank]) for rank in range(n) if transport is Transport.STAGED}
     handshake = _Handshake(collective, variant, moves, first, holds=overwrites)
-    queues: list[Queue] = []
+    queues: list[ir.Queue] = []
     for rank in range(n):
         dma, local = handshake.queues(rank, share_engines)
         queues += [*dma, *local]
         if copies := own.get(rank):
-            queues.append(Queue(rank, Engine(EngineKind.LOCAL, len(local)), tuple(copies)))
+            queues.append(ir.Queue(rank, ir.Engine(ir.EngineKind.LOCAL, len(local)), tuple(copies)))
     return handshake.program(queues, tuple(max((end for _, end in pieces), default=0) for pieces in staged))
 
 
-def _stage(collective: Collective, rank: int, pieces: Iterable[tuple[int, int]]) -> list[Copy]:
+def _stage(collective: Collective, rank: int, pieces: Iterable[tuple[int, int]]) -> list[ir.Copy]:
     """Return copies of a rank's input into its staging: pieces from start to end, neighbours as one."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(pieces):
@@ -147,7 +134,7 @@ def _stage(collective: Collective, rank: int, pieces: Iterable[tuple[int, int]])
             start, _ = merged.pop()
         merged.append((start, end))
     return [
-        Copy(Span(rank, Buffer.STAGING, start, end - start), collective.input_span(rank, start, end - start))
+        ir.Copy(Span(rank, Buffer.STAGING, start, end - start), collective.input_span(rank, start, end - start))
         for start, end in merged
     ]
 
@@ -169,7 +156,7 @@ class _Handshake:
         collective: Collective,
         variant: str,
         moves: MovesByPair,
-        first: Mapping[int, Sequence[Copy]],
+        first: Mapping[int, Sequence[ir.Copy]],
         *,
         holds: bool,
     ) -> None:
@@ -177,12 +164,12 @@ class _Handshake:
         self._moves, self._first, self._holds = moves, first, holds and bool(first)
         self._flags, self._local_flags = FlagPlan(collective.world_size, phases=1), 0
 
-    def program(self, queues: Sequence[Queue], staging: tuple[int, ...]) -> Program:
+    def program(self, queues: Sequence[ir.Queue], staging: tuple[int, ...]) -> ir.Program:
         """Return the program of these queues."""
         flag_count = self._flags.handshakes + self._local_flags
-        return Program(self._collective, self._variant, tuple(queues), staging, flag_count)
+        return ir.Program(self._collective, self._variant, tuple(queues), staging, flag_count)
 
-    def queues(self, rank: int, share_engines: Sharing) -> tuple[list[Queue], list[Queue]]:
+    def queues(self, rank: int, share_engines: Sharing) -> tuple[list[ir.Queue], list[ir.Queue]]:
         """Return the DMA queues of a rank, and the local queue of its first copies."""
         flags, n = self._flags, self._collective.world_size
         peers = [peer for peer in rotation(rank, n) if (rank, peer) in self._moves]
@@ -194,23 +181,23 @@ class _Handshake:
         for index, group in enumerate(groups):
             # A mover that this rank does not serve itself is answered by the first queue.
             answered = [peer for peer in movers if peer in group or (index == 0 and peer not in peers)]
-            commands: list[Command] = [Wait(flag, EPOCH) for flag in held[index : index + 1]]
+            commands: list[ir.Command] = [ir.Wait(flag, ir.EPOCH) for flag in held[index : index + 1]]
             if not self._first:
                 commands += [flags.signal_entry(partner=rank, mover=peer) for peer in answered]
             commands += self._moved(rank, group)
             commands += [flags.wait_exit(partner=rank, mover=peer) for peer in answered]
-            dma.append(Queue(rank, Engine(EngineKind.DMA, index), tuple(commands)))
+            dma.append(ir.Queue(rank, ir.Engine(ir.EngineKind.DMA, index), tuple(commands)))
         if not self._first:
             return dma, []
         entries = [flags.signal_entry(partner=rank, mover=peer) for peer in movers]
-        signals: tuple[Command, ...] = (*self._first[rank], *entries, *(Signal(flag, EPOCH) for flag in held))
-        return dma, [Queue(rank, Engine(EngineKind.LOCAL), signals)] if signals else []
+        signals: tuple[ir.Command, ...] = (*self._first[rank], *entries, *(ir.Signal(flag, ir.EPOCH) for flag in held))
+        return dma, [ir.Queue(rank, ir.Engine(ir.EngineKind.LOCAL), signals)] if signals else []
 
-    def _moved(self, rank: int, group: Sequence[int]) -> list[Command]:
-        moves: list[Command] = [self._moves[rank, peer] for peer in group]
+    def _moved(self, rank: int, group: Sequence[int]) -> list[ir.Command]:
+        moves: list[ir.Command] = [self._moves[rank, peer] for peer in group]
         if self._variant == "bcst" and len(moves) == 2:
-            (to, source), (other, _) = ((move.dst, move.src) for move in moves if isinstance(move, Copy))
-            moves = [Broadcast((to, other), source)]
+            (to, source), (other, _) = ((move.dst, move.src) for move in moves if isinstance(move, ir.Copy))
+            moves = [ir.Broadcast((to, other), source)]
         # Nothing stands between the copies of an engine: a signal or wait there would keep it from overlapping the end
         # of one with the beginning of the next (results/notes/probes.md has the difference).
         waits = [self._flags.wait_entry(partner=peer, mover=rank) for peer in group]
@@ -218,11 +205,11 @@ class _Handshake:
         return [*waits, *moves, *exits]
 
 
-def copy_own(collective: Collective, chunk: Chunk) -> list[Copy]:
+def copy_own(collective: Collective, chunk: Chunk) -> list[ir.Copy]:
     """Return the copy of a chunk that stays on its rank; none if it lies in its place already."""
     source = collective.input_span(chunk.src_rank, chunk.src_offset, chunk.nbytes)
     target = output_of(collective, chunk)
-    return [Copy(target, source)] if source != target else []
+    return [ir.Copy(target, source)] if source != target else []
 
 
 def output_of(collective: Collective, chunk: Chunk) -> Span:
@@ -254,7 +241,7 @@ def swap_issuer(i: int, j: int, world_size: int) -> int:
     return low if 2 * distance < world_size else high
 
 
-def stripe(program: Program) -> Program:
+def stripe(program: ir.Program) -> ir.Program:
     """Use two engines a rank, each with one half of every copy: one starts a copy while the other ends one.
 
         dma:0    entries | wait for entries | mark | first halves  | wait | exits | wait for exits
@@ -271,27 +258,27 @@ def stripe(program: Program) -> Program:
     return dataclasses.replace(program, variant=STRIPED, queues=tuple(queues), flag_count=program.flag_count + 2)
 
 
-def _stripes(queue: Queue, start: int, end: int) -> list[Queue]:
+def _stripes(queue: ir.Queue, start: int, end: int) -> list[ir.Queue]:
     """Return the queue with the first halves of its copies, and one with the second halves, if there are any."""
-    halves = [_halves(command) for command in queue.commands if isinstance(command, Copy)]
+    halves = [_halves(command) for command in queue.commands if isinstance(command, ir.Copy)]
     second = [copy for _, copy in halves if copy is not None]
-    if queue.engine.kind is not EngineKind.DMA or not second:
+    if queue.engine.kind is not ir.EngineKind.DMA or not second:
         return [queue]
     assert queue.engine.index == 0, "the other engine of the rank is taken"
-    place = next(index for index, command in enumerate(queue.commands) if isinstance(command, Copy))
-    begin, ended = Flag(queue.rank, start), Flag(queue.rank, end)
-    commands: tuple[Command, ...] = (
+    place = next(index for index, command in enumerate(queue.commands) if isinstance(command, ir.Copy))
+    begin, ended = ir.Flag(queue.rank, start), ir.Flag(queue.rank, end)
+    commands: tuple[ir.Command, ...] = (
         *queue.commands[:place],
-        Signal(begin, EPOCH),
+        ir.Signal(begin, ir.EPOCH),
         *(copy for copy, _ in halves),
-        Wait(ended, EPOCH),
+        ir.Wait(ended, ir.EPOCH),
         *queue.commands[place + len(halves) :],
     )
-    other: tuple[Command, ...] = (Wait(begin, EPOCH), *second, Signal(ended, EPOCH))
-    return [dataclasses.replace(queue, commands=commands), Queue(queue.rank, Engine(EngineKind.DMA, 1), other)]
+    other: tuple[ir.Command, ...] = (ir.Wait(begin, ir.EPOCH), *second, ir.Signal(ended, ir.EPOCH))
+    return [dataclasses.replace(queue, commands=commands), ir.Queue(queue.rank, ir.Engine(ir.EngineKind.DMA, 1), other)]
 
 
-def _halves(copy: Copy) -> tuple[Copy, Copy | None]:
+def _halves(copy: ir.Copy) -> tuple[ir.Copy, ir.Copy | None]:
     """Return both halves of a copy, cut at a multiple of ``STRIPE_ALIGNMENT``; None for a second one without bytes.
 
     >>> from sidelane.program.collective import Buffer
@@ -308,8 +295,8 @@ def _halves(copy: Copy) -> tuple[Copy, Copy | None]:
         return dataclasses.replace(span, offset=span.offset + begin, nbytes=end - begin)
 
     return (
-        Copy(part(copy.dst, 0, first), part(copy.src, 0, first)),
-        Copy(part(copy.dst, first, nbytes), part(copy.src, first, nbytes)),
+        ir.Copy(part(copy.dst, 0, first), part(copy.src, 0, first)),
+        ir.Copy(part(copy.dst, first, nbytes), part(copy.src, first, nbytes)),
     )
 
 

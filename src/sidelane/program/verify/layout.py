@@ -26,20 +26,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from sidelane.program import ir
 from sidelane.program.collective import Span
-from sidelane.program.ir import (
-    Command,
-    Comparison,
-    Engine,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Signal,
-    SignalOp,
-    Wait,
-    describe,
-)
 
 SIGNAL, ADD, WAIT, RUN = range(4)
 
@@ -64,7 +52,7 @@ class QueuePlan:
         steps: steps of the queue.
     """
 
-    queue: Queue
+    queue: ir.Queue
     chain: int
     held: bool
     first: int
@@ -87,7 +75,7 @@ class FlagUse:
 
     __slots__ = ("counts", "flag", "waits", "writes")
 
-    def __init__(self, flag: Flag) -> None:
+    def __init__(self, flag: ir.Flag) -> None:
         self.flag, self.counts = flag, False
         self.waits: list[tuple[QueuePlan, int]] = []
         self.writes: list[tuple[QueuePlan, int]] = []
@@ -107,7 +95,7 @@ class Layout:
         sites: queue and number of the step of each site.
     """
 
-    programs: tuple[Program, ...]
+    programs: tuple[ir.Program, ...]
     plans: dict[int, tuple[QueuePlan, ...]]
     users: tuple[int, ...]
     chains: int
@@ -128,9 +116,9 @@ class Event(NamedTuple):
 
     invocation: int
     rank: int
-    engine: Engine | None = None
+    engine: ir.Engine | None = None
     step: int = 0
-    command: Command | None = None
+    command: ir.Command | None = None
 
 
 def event_at(place: Occurrence, index: int | None = None) -> Event:
@@ -142,7 +130,7 @@ def event_at(place: Occurrence, index: int | None = None) -> Event:
     return Event(invocation, plan.queue.rank, plan.queue.engine, at, plan.queue.commands[at])
 
 
-def lay_out_programs(programs: Sequence[Program]) -> Layout:
+def lay_out_programs(programs: Sequence[ir.Program]) -> Layout:
     """Lay out ``programs``, one for each invocation."""
     numbers: dict[int, int] = {}
     flags: list[FlagUse] = []
@@ -156,7 +144,7 @@ def lay_out_programs(programs: Sequence[Program]) -> Layout:
         for queue in program.queues:
             if not queue.commands:
                 continue
-            held = not program.prelaunched or queue.engine.kind is EngineKind.CALLER
+            held = not program.prelaunched or queue.engine.kind is ir.EngineKind.CALLER
             key = (queue.rank, queue.engine) if held else (id(program), queue.rank, queue.engine)
             chain = chains.setdefault(key, len(chains))
             if held:
@@ -196,12 +184,12 @@ def _steps(
         if number == len(flags):
             flags.append(FlagUse(flag))
         use, where = flags[number], (plan, len(steps))
-        if isinstance(command, Wait):
+        if isinstance(command, ir.Wait):
             use.waits.append(where)
-            steps.append((WAIT, index, number, value.base, value.per_epoch, command.comparison is Comparison.EQ))
+            steps.append((WAIT, index, number, value.base, value.per_epoch, command.comparison is ir.Comparison.EQ))
         else:
             use.writes.append(where)
-            kind = SIGNAL if command.op is SignalOp.SET else ADD
+            kind = SIGNAL if command.op is ir.SignalOp.SET else ADD
             use.counts |= kind == ADD
             steps.append((kind, index, number, value.base, value.per_epoch, 0))
     if run >= 0:
@@ -209,9 +197,9 @@ def _steps(
     return tuple(steps)
 
 
-def name_command(rank: int, engine: Engine, index: int, command: Command) -> str:
+def name_command(rank: int, engine: ir.Engine, index: int, command: ir.Command) -> str:
     """Name a command: ``rank 0 dma:1 command 2 (copy ...)``."""
-    return f"rank {rank} {engine} command {index} ({describe(command)})"
+    return f"rank {rank} {engine} command {index} ({ir.describe(command)})"
 
 
 def name_event(event: Event) -> str:
@@ -267,4 +255,4 @@ def name_chain(events: Sequence[Event], flag_edges: Sequence[bool]) -> str:
     return text
 
 
-_ON_FLAGS = (Signal, Wait)
+_ON_FLAGS = (ir.Signal, ir.Wait)

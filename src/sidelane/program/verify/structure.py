@@ -5,29 +5,14 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 
+from sidelane.program import ir
 from sidelane.program.batch import Batch, Definition
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.contract import Contract
-from sidelane.program.ir import (
-    MOVES,
-    Broadcast,
-    Command,
-    Copy,
-    EngineKind,
-    Flag,
-    Program,
-    Queue,
-    Reduce,
-    Signal,
-    Stamp,
-    Swap,
-    Wait,
-    spans,
-)
 from sidelane.program.verify.layout import MAX_FLAGS, name_command
 
 
-def check_structure(program: Program) -> list[str]:
+def check_structure(program: ir.Program) -> list[str]:
     """Return the errors in the shape of ``program``, one line each; all other checks require that there is none."""
     violations = list(_program(program))
     if violations:
@@ -48,7 +33,7 @@ def check_structure(program: Program) -> list[str]:
 class Sizes:
     """Sizes in bytes of the buffers of a program, each computed once."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ir.Program) -> None:
         self._program = program
         self._found: dict[str, dict[int, int]] = collections.defaultdict(dict)
 
@@ -61,7 +46,7 @@ class Sizes:
         return size
 
 
-def _program(program: Program) -> Iterator[str]:
+def _program(program: ir.Program) -> Iterator[str]:
     world_size = program.world_size
     if len(program.staging_bytes) != world_size:
         yield f"staging_bytes gives {len(program.staging_bytes)} sizes for {world_size} ranks"
@@ -79,15 +64,15 @@ def _program(program: Program) -> Iterator[str]:
             yield f"rank {rank} {engine}: {count} queues on one engine; an engine runs one queue"
 
 
-def _is_plainly_right(program: Program, sizes: Sizes, queue: Queue, command: Command) -> bool:
+def _is_plainly_right(program: ir.Program, sizes: Sizes, queue: ir.Queue, command: ir.Command) -> bool:
     """Return True for most commands that keep the rules: a fast path, as programs of large groups have millions."""
     match command:
-        case Signal(flag) | Wait(flag):
-            if isinstance(command, Wait) and flag.rank != queue.rank:
+        case ir.Signal(flag) | ir.Wait(flag):
+            if isinstance(command, ir.Wait) and flag.rank != queue.rank:
                 return False
             return 0 <= flag.rank < program.world_size and 0 <= flag.index < program.flag_count
-        case Copy(dst, src):
-            if dst.nbytes != src.nbytes or dst.nbytes <= 0 or queue.engine.kind is not EngineKind.DMA:
+        case ir.Copy(dst, src):
+            if dst.nbytes != src.nbytes or dst.nbytes <= 0 or queue.engine.kind is not ir.EngineKind.DMA:
                 return False
             if isinstance(program.collective, Batch) or (dst.rank == src.rank and dst.buffer == src.buffer):
                 return False
@@ -102,66 +87,66 @@ def _is_plainly_right(program: Program, sizes: Sizes, queue: Queue, command: Com
     return False
 
 
-def _command(program: Program, sizes: Sizes, queue: Queue, command: Command) -> Iterator[str]:
-    yield from dict.fromkeys(problem for span in spans(command) for problem in _span(program, sizes, queue, span))
+def _command(program: ir.Program, sizes: Sizes, queue: ir.Queue, command: ir.Command) -> Iterator[str]:
+    yield from dict.fromkeys(problem for span in ir.spans(command) for problem in _span(program, sizes, queue, span))
     match command:
-        case Copy(dst, src):
+        case ir.Copy(dst, src):
             yield from _same_size((dst, src))
             yield from _disjoint((dst, src))
-        case Swap(a, b):
+        case ir.Swap(a, b):
             yield from _same_size((a, b))
             yield from _disjoint((a, b))
-        case Broadcast(dsts, src):
+        case ir.Broadcast(dsts, src):
             if len(dsts) != 2:
                 yield f"a broadcast has two destinations (value={len(dsts)})"
             yield from _same_size((*dsts, src))
             yield from _disjoint((*dsts, src))
-        case Reduce():
+        case ir.Reduce():
             yield from _reduce(command)
-            adds = program.engines_add and queue.engine.kind is EngineKind.DMA
-            if queue.engine.kind is not EngineKind.COMPUTE and not adds:
+            adds = program.engines_add and queue.engine.kind is ir.EngineKind.DMA
+            if queue.engine.kind is not ir.EngineKind.COMPUTE and not adds:
                 yield "only compute engines reduce; copy engines cannot add"
-        case Signal(flag):
+        case ir.Signal(flag):
             yield from _flag(program, flag)
-        case Wait(flag):
+        case ir.Wait(flag):
             yield from _flag(program, flag)
             if flag.rank != queue.rank:
                 yield f"waits for a flag of rank {flag.rank}; a queue waits only for flags of its own rank"
-        case Stamp(slot):
+        case ir.Stamp(slot):
             if slot < 0:
                 yield "the slot is negative"
 
 
-def _computed(program: Program, queue: Queue, index: int) -> Iterator[str]:
+def _computed(program: ir.Program, queue: ir.Queue, index: int) -> Iterator[str]:
     """Check a command of a caller: a trigger computes (a copy from a ``computed`` buffer stands for that) and then
     signals; an arrival waits and then reads (a copy to a ``used`` buffer stands for that).
     """
     command = queue.commands[index]
     contract = program.collective
     computed, used = (contract.computed, contract.used) if isinstance(contract, Contract) else ((), ())
-    touched = [span for span in spans(command) if span.buffer in computed + used]
-    if queue.engine.kind is not EngineKind.CALLER:
+    touched = [span for span in ir.spans(command) if span.buffer in computed + used]
+    if queue.engine.kind is not ir.EngineKind.CALLER:
         if touched:
             what = "compute: only caller engines copy from" if touched[0].buffer in computed else "use: they copy to"
             yield f"{touched[0]} is what callers {what} it"
         return
-    if not isinstance(command, MOVES):
+    if not isinstance(command, ir.MOVES):
         return
-    computes = isinstance(command, Copy) and command.src.buffer in computed
-    reads = isinstance(command, Copy) and command.dst.buffer in used
-    if computes == reads or len(touched) != 1 or any(span.rank != queue.rank for span in spans(command)):
+    computes = isinstance(command, ir.Copy) and command.src.buffer in computed
+    reads = isinstance(command, ir.Copy) and command.dst.buffer in used
+    if computes == reads or len(touched) != 1 or any(span.rank != queue.rank for span in ir.spans(command)):
         yield "the caller engine only signals and waits, and copies what its own rank computes, or uses"
-    elif computes and any(isinstance(before, Signal) for before in queue.commands[:index]):
+    elif computes and any(isinstance(before, ir.Signal) for before in queue.commands[:index]):
         yield "a caller engine computes in front of its signals, which say that it has"
-    elif reads and any(isinstance(behind, Wait) for behind in queue.commands[index:]):
+    elif reads and any(isinstance(behind, ir.Wait) for behind in queue.commands[index:]):
         yield "a caller engine reads behind its waits, which say that it may"
 
 
-def _callers_move(program: Program) -> bool:
+def _callers_move(program: ir.Program) -> bool:
     return isinstance(program.collective, Contract) and bool(program.collective.computed + program.collective.used)
 
 
-def _span(program: Program, sizes: Sizes, queue: Queue, span: Span) -> Iterator[str]:
+def _span(program: ir.Program, sizes: Sizes, queue: ir.Queue, span: Span) -> Iterator[str]:
     if not 0 <= span.rank < program.world_size:
         yield f"{span} names a rank outside of 0..{program.world_size - 1}"
         return
@@ -172,7 +157,7 @@ def _span(program: Program, sizes: Sizes, queue: Queue, span: Span) -> Iterator[
         yield f"{span} is out of bounds: {span.buffer}@{span.rank} has {size} bytes"
     elif span.buffer != Buffer.STAGING and not _in_one_piece(program.collective, span):
         yield f"{span} is out of bounds: it does not lie within one piece of {program.collective}"
-    if queue.engine.kind is EngineKind.LOCAL and span.rank != queue.rank:
+    if queue.engine.kind is ir.EngineKind.LOCAL and span.rank != queue.rank:
         yield f"{span} is on another rank; a local engine moves bytes that stay on rank {queue.rank}"
 
 
@@ -196,12 +181,12 @@ def _overlap(a: Span, b: Span) -> bool:
     return (a.rank, a.buffer) == (b.rank, b.buffer) and a.offset < b.end and b.offset < a.end
 
 
-def _reduce(command: Reduce) -> Iterator[str]:
+def _reduce(command: ir.Reduce) -> Iterator[str]:
     element = command.reduction.element_bytes
     if len(command.srcs) < 2:
         yield f"a reduce has two sources or more (value={len(command.srcs)}); a copy moves one"
     yield from _same_size((command.dst, *command.srcs))
-    for span in dict.fromkeys(spans(command)):
+    for span in dict.fromkeys(ir.spans(command)):
         if span.nbytes % element or span.offset % element:
             yield f"{span} does not hold whole {command.reduction.dtype} elements of {element} bytes"
     for src in command.srcs:
@@ -209,18 +194,18 @@ def _reduce(command: Reduce) -> Iterator[str]:
             yield f"operands {command.dst} and {src} overlap; the destination may only be exactly one of the sources"
 
 
-def _flag(program: Program, flag: Flag) -> Iterator[str]:
+def _flag(program: ir.Program, flag: ir.Flag) -> Iterator[str]:
     if not 0 <= flag.rank < program.world_size:
         yield f"flag {flag.index} of rank {flag.rank}: the rank is outside of 0..{program.world_size - 1}"
     if not 0 <= flag.index < program.flag_count:
         yield f"flag {flag.index} of rank {flag.rank} is out of range: there are {program.flag_count} flags a rank"
 
 
-def _stamps(program: Program) -> Iterator[str]:
+def _stamps(program: ir.Program) -> Iterator[str]:
     slots: dict[tuple[int, int], str] = {}
     for queue in program.queues:
         for index, command in enumerate(queue.commands):
-            if isinstance(command, Stamp):
+            if isinstance(command, ir.Stamp):
                 name = name_command(queue.rank, queue.engine, index, command)
                 first = slots.setdefault((queue.rank, command.slot), name)
                 if first != name:

@@ -23,6 +23,7 @@ from sidelane.ops.gemv import tiling_of
 from sidelane.ops.handle import power_of_two
 from sidelane.session import Communicator
 from sidelane_lab.baselines import candidate
+from sidelane_lab.studies.fused import shapes
 from sidelane_lab.studies.fused.case import (
     AS_CALLED,
     GROUP,
@@ -44,16 +45,6 @@ from sidelane_lab.studies.fused.case import (
 )
 from sidelane_lab.studies.fused.embedding_cases import embedding
 from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, in_parts, with_programs
-from sidelane_lab.studies.fused.shapes import (
-    EVENLY,
-    EXPERTS,
-    EXPERTS_OF_A_RANK,
-    HALF,
-    ROUTINGS,
-    by_top_k,
-    evenly,
-    half_for_one,
-)
 from sidelane_lab.studies.fused.single_rank import add_norm
 
 CELLS = "cells"
@@ -296,19 +287,19 @@ class RoutedRows:
 
     def __init__(self, comm: Communicator, rows: int, routing: str, *, back: bool) -> None:
         n, rank = comm.world_size, comm.rank
-        self.has_experts = routing == EXPERTS
+        self.has_experts = routing == shapes.EXPERTS
         if self.has_experts:
-            counts = [[list(part) for part in row] for row in by_top_k(rows, n, experts_of(comm))]
+            counts = [[list(part) for part in row] for row in shapes.by_top_k(rows, n, experts_of(comm))]
             counts = [list(column) for column in zip(*counts, strict=True)] if back else counts
         else:
-            spread = {HALF: half_for_one, EVENLY: evenly}[routing](rows, n)
+            spread = {shapes.HALF: shapes.half_for_one, shapes.EVENLY: shapes.evenly}[routing](rows, n)
             counts = [[[count] for count in row] for row in spread]
         self.each = len(counts[0][0])
         self.plain = [list(map(sum, row)) for row in counts]
         self.table = torch.tensor(counts if self.has_experts else self.plain, device=comm.device)
         self.sent, self.came = self.plain[rank], [row[rank] for row in self.plain]
         self.parts = by_expert([row[rank] for row in counts] if back else counts[rank])
-        self.words = f"{self.each} {EXPERTS}" if self.has_experts else routing
+        self.words = f"{self.each} {shapes.EXPERTS}" if self.has_experts else routing
 
     def products(self, weight: torch.Tensor) -> dict[str, Product]:
         """Return what multiplies rows with their experts' weights [E, H, K], into an output or one of its own.
@@ -346,7 +337,9 @@ class RoutedRows:
         return output
 
 
-def gemm_all_to_all(comm: Communicator, rows: int, depth: int, columns: int, *, routing: str = HALF) -> OperatorCase:
+def gemm_all_to_all(
+    comm: Communicator, rows: int, depth: int, columns: int, *, routing: str = shapes.HALF
+) -> OperatorCase:
     """Make a case of a GEMM whose rows go to their tokens' ranks; at most ``rows`` of each."""
     way = RoutedRows(comm, rows, routing, back=False)
     sent, came = sum(way.sent), sum(way.came)
@@ -385,7 +378,9 @@ def gemm_all_to_all(comm: Communicator, rows: int, depth: int, columns: int, *, 
     )
 
 
-def all_to_all_gemm(comm: Communicator, rows: int, depth: int, columns: int, *, routing: str = HALF) -> OperatorCase:
+def all_to_all_gemm(
+    comm: Communicator, rows: int, depth: int, columns: int, *, routing: str = shapes.HALF
+) -> OperatorCase:
     """Make a case of a GEMM of rows that come from their tokens' ranks; at most ``rows`` of each."""
     way = RoutedRows(comm, rows, routing, back=True)
     sent, came = sum(way.sent), sum(way.came)
@@ -442,7 +437,7 @@ def _routed_auto(call: Callable[..., torch.Tensor], way: RoutedRows, sizes: tupl
 
 def experts_of(comm: Communicator) -> int:
     """Return the number of experts of a rank."""
-    return EXPERTS_OF_A_RANK if comm.device.type != "cpu" else 2
+    return shapes.EXPERTS_OF_A_RANK if comm.device.type != "cpu" else 2
 
 
 def by_expert(counts: Sequence[Sequence[int]]) -> Parts:
@@ -496,5 +491,5 @@ MAKE: dict[str, Callable[..., OperatorCase]] = {
 def makers_of(op: str) -> tuple[Callable[..., OperatorCase], ...]:
     """Return what makes the cases of a shape of an operator."""
     if op in ROUTED:
-        return tuple(functools.partial(MAKE[op], routing=routing) for routing in ROUTINGS)
+        return tuple(functools.partial(MAKE[op], routing=routing) for routing in shapes.ROUTINGS)
     return (MAKE[op],)

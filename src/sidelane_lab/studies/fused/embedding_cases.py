@@ -21,16 +21,7 @@ from sidelane.choice.fused import FUSED, ORDERS, UNFUSED
 from sidelane.ops.embedding import EmbeddingAllToAll
 from sidelane.ops.embedding_tables import SUM, UNIT_WARPS, threads_of
 from sidelane.session import Communicator
-from sidelane_lab.studies.fused.case import (
-    AS_CALLED,
-    NCCL,
-    AutoCall,
-    OperatorCase,
-    Run,
-    dtype_of,
-    ordinary,
-    symmetric,
-)
+from sidelane_lab.studies.fused import case
 from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, with_programs
 from sidelane_lab.studies.fused.single_rank import BagKernel
 
@@ -80,10 +71,10 @@ class BagsOfTables:
     """
 
     def __init__(self, comm: Any, batch: int, tables: int, pooling: int) -> None:
-        dtype, on_cpu = dtype_of(comm), comm.device.type == "cpu"
+        dtype, on_cpu = case.dtype_of(comm), comm.device.type == "cpu"
         self.dim, self._rows = (CPU_DIM, CPU_TABLE_ROWS) if on_cpu else (DIM, TABLE_ROWS)
         n, part = self.ranks, self.part = comm.world_size, batch // comm.world_size
-        self.whole = ordinary(comm, tables * self._rows, self.dim).normal_()
+        self.whole = case.ordinary(comm, tables * self._rows, self.dim).normal_()
         self.tables = list(self.whole.view(tables, self._rows, self.dim))
         self.read_bytes = batch * tables * pooling * self.dim * dtype.itemsize
         self.offsets = torch.arange(tables * batch + 1, device=comm.device) * pooling
@@ -141,14 +132,14 @@ class BagsOfTables:
         return came.flatten(0, 1).transpose(0, 1).reshape(self.part, -1)
 
 
-def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> OperatorCase:
+def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> case.OperatorCase:
     """Make a case; ``batch`` samples of all ranks, ``tables`` on each."""
     bags = BagsOfTables(comm, batch, tables, pooling)
     n, part, dim, offsets, some = bags.ranks, bags.part, bags.dim, bags.offsets, bags.tables
     of_table = offsets[: batch + 1].clone()
-    sent, received = ordinary(comm, n, tables, part, dim), ordinary(comm, n, tables, part, dim)
-    own_sent, own_received = (symmetric(comm, n, tables, part, dim) for _ in range(2))
-    out = ordinary(comm, part, n * tables, dim)
+    sent, received = case.ordinary(comm, n, tables, part, dim), case.ordinary(comm, n, tables, part, dim)
+    own_sent, own_received = (case.symmetric(comm, n, tables, part, dim) for _ in range(2))
+    out = case.ordinary(comm, part, n * tables, dim)
     at_once, by_ours = bags.at_once, bags.by_ours
 
     def table_by_table(output: torch.Tensor) -> torch.Tensor:
@@ -166,7 +157,7 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Oper
         out.view(part, n, tables * dim).copy_(bags.view(n, part, tables * dim).transpose(0, 1))
         return out.view(part, -1)
 
-    def through_group(make: Callable[[], torch.Tensor], lay_out: Callable[[torch.Tensor], torch.Tensor]) -> Run:
+    def through_group(make: Callable[[], torch.Tensor], lay_out: Callable[[torch.Tensor], torch.Tensor]) -> case.Run:
         def run() -> torch.Tensor:
             dist.all_to_all_single(received.view(n, -1), make().view(n, -1))
             return lay_out(received)
@@ -191,15 +182,15 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Oper
         indices = bags.by_table().view(-1)
         return ops.embedding_all_to_all(comm, some, indices, offsets, method=method, **options)  # type: ignore[arg-type]
 
-    by_programs: dict[str, Run] = {}
+    by_programs: dict[str, case.Run] = {}
     if (batch, tables, pooling) in SWEPT:
-        for count in programs_swept(dim, dtype_of(comm), on_cpu=comm.device.type == "cpu"):
+        for count in programs_swept(dim, case.dtype_of(comm), on_cpu=comm.device.type == "cpu"):
             handle = EmbeddingAllToAll(comm, some, batch, SUM, count)
             by_programs[with_programs(ORDERS[0], count)] = lambda run=handle.run: run(  # type: ignore[misc]
                 ORDERS[0], None, bags.by_table().view(-1), offsets, None
             )
 
-    return OperatorCase(
+    return case.OperatorCase(
         "embedding_all_to_all",
         f"batch {batch}, {tables} tables a rank, pooling {pooling}, dim {dim}",
         bags.refill,
@@ -210,15 +201,15 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Oper
             "sidelane": lambda: comm.all_to_all(own_received, own_sent),
         },
         {
-            (NCCL, "a kernel a table, process group, copy"): through_group(lambda: table_by_table(sent), laid_out),
-            (NCCL, "one kernel, process group, copy"): through_group(at_once, laid_out),
-            (NCCL, "our kernel, process group, copy"): through_group(lambda: by_ours(sent), sample_by_sample),
+            (case.NCCL, "a kernel a table, process group, copy"): through_group(lambda: table_by_table(sent), laid_out),
+            (case.NCCL, "one kernel, process group, copy"): through_group(at_once, laid_out),
+            (case.NCCL, "our kernel, process group, copy"): through_group(lambda: by_ours(sent), sample_by_sample),
             (OWN, "one kernel, copy, sidelane, copy"): through_ours,
             (OWN, "one kernel, sidelane, copy"): through_ours_staged,
             (OWN, "our kernel, sidelane, copy"): ours_through_ours,
             (OWN, OWN_METHOD): lambda: call(UNFUSED),
         },
         {order: functools.partial(call, FUSED, order=order) for order in ORDERS} | by_programs,
-        {AS_CALLED: AutoCall(lambda: call("auto"), (batch, tables, pooling))},
+        {case.AS_CALLED: case.AutoCall(lambda: call("auto"), (batch, tables, pooling))},
         bags.read_bytes,
     )

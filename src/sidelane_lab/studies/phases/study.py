@@ -29,15 +29,7 @@ from sidelane_lab.harness.study import Study
 from sidelane_lab.harness.ways import Rounds, Way
 from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.studies.phases.programs import (
-    GRAPH,
-    TRANSFERS,
-    Operation,
-    operations,
-    phase_row,
-    predicted_row,
-    predicted_rows,
-)
+from sidelane_lab.studies.phases import programs
 from sidelane_lab.studies.phases.rig import Rig, error, fill
 from sidelane_lab.studies.phases.rows import PhaseRow, PhasesOptions, phase_tables
 from sidelane_lab.studies.phases.split import FIELDS, Sample, slowest, split
@@ -52,7 +44,7 @@ MEASURED = "measured"
 
 def _check(options: PhasesOptions, place: LaunchTarget) -> None:
     """Refuse operations and variants that there are not, a launch that is not known here, and machines."""
-    operations(options.operations, options.variants, 1)
+    programs.operations(options.operations, options.variants, 1)
     check_asked(place.device_type, (), launches=options.launches)
     if options.predict:
         find(options.predict)
@@ -63,10 +55,10 @@ def _measure(rank: Rank, options: PhasesOptions, sender: Sender) -> Iterator[Pha
     on_cpu = rank.device.type == "cpu"
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
     sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
-    launches = [name for name in LAUNCHES if not (on_cpu and name == GRAPH)]
+    launches = [name for name in LAUNCHES if not (on_cpu and name == programs.GRAPH)]
     if options.launches:
         launches = [name for name in launches if name in options.launches]
-    by_size = [operations(options.operations, options.variants, nbytes) for nbytes in sizes]
+    by_size = [programs.operations(options.operations, options.variants, nbytes) for nbytes in sizes]
     sender.steps = len(sizes)
     machine, note = _described(rank, options)
     is_predicted = machine.world_size >= rank.world_size
@@ -88,7 +80,7 @@ def _measure(rank: Rank, options: PhasesOptions, sender: Sender) -> Iterator[Pha
         ways = [(operation, launch) for operation in chosen for launch in launches if launch in operation.launches]
         yield from measured_rows(meter, rig, options, nbytes, ways, seeds)
         if is_predicted:
-            yield from (predicted_row(machine, operation, rank.world_size, note) for operation in chosen)
+            yield from (programs.predicted_row(machine, operation, rank.world_size, note) for operation in chosen)
     rig.close()
 
 
@@ -97,13 +89,13 @@ def measured_rows(
     rig: Rig,
     options: PhasesOptions,
     nbytes: int,
-    ways: Sequence[tuple[Operation, str]],
+    ways: Sequence[tuple[programs.Operation, str]],
     seeds: Iterator[int],
 ) -> Iterator[PhaseRow]:
     """Check and time operations of one size, each launched in one way, with stamps and without. Collective."""
-    samples: dict[tuple[Operation, str, bool], tuple[Sample, bool]] = {}
+    samples: dict[tuple[programs.Operation, str, bool], tuple[Sample, bool]] = {}
 
-    def timed(ready: dict[tuple[Operation, str, bool], PhaseWay]) -> dict[Any, Rounds]:
+    def timed(ready: dict[tuple[programs.Operation, str, bool], PhaseWay]) -> dict[Any, Rounds]:
         if ready:
             calls, in_step = Pacer(meter).run(
                 list(ready.values()),
@@ -125,11 +117,11 @@ def measured_rows(
         problem = problems[operation, launch, True] or problems[operation, launch, False]
         if problem is not None:
             correct = False if problem.wrong else None
-            yield phase_row(operation, launch, MEASURED, None, correct=correct, note=problem.text)
+            yield programs.phase_row(operation, launch, MEASURED, None, correct=correct, note=problem.text)
             continue
         (stamped, in_step), (plain, _) = (samples[operation, launch, has_stamps] for has_stamps in (True, False))
         note = "" if in_step else "in most calls some rank began late"
-        row = phase_row(operation, launch, MEASURED, split(stamped), correct=True, note=note)
+        row = programs.phase_row(operation, launch, MEASURED, split(stamped), correct=True, note=note)
         yield dataclasses.replace(row, total_unstamped_us=plain.total_us, host_us=plain.host_us)
 
 
@@ -158,10 +150,10 @@ class PhaseWay(Way):
         call: the program; None where this rank has no part.
     """
 
-    def __init__(self, meter: Meter, rig: Rig, operation: Operation, launch: str, *, stamped: bool) -> None:
+    def __init__(self, meter: Meter, rig: Rig, operation: programs.Operation, launch: str, *, stamped: bool) -> None:
         native, ranks = rig.executor.capabilities.moves, rig.rank.world_size
-        program = operation.program(ranks, stamped=stamped, native=native, frozen=launch == GRAPH)
-        self._has_flags = operation.name not in TRANSFERS  # those have none: the host orders them
+        program = operation.program(ranks, stamped=stamped, native=native, frozen=launch == programs.GRAPH)
+        self._has_flags = operation.name not in programs.TRANSFERS  # those have none: the host orders them
         if self._has_flags:
             verify(program)
         assert isinstance(program.collective, Collective), "programs of this study hold one collective"
@@ -304,7 +296,7 @@ STUDY = Study(
     row=PhaseRow,
     tables=phase_tables,
     measure=_measure,
-    predict=predicted_rows,
+    predict=programs.predicted_rows,
     check=_check,
     progress="phases",
 )

@@ -18,17 +18,8 @@ from sidelane_lab.harness.terminal import say_written, tables_console
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.numbers import predict_study, write_report
 from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model import power
 from sidelane_lab.model.collectives import IN_PLACE, PREDICTED_VARIANTS
-from sidelane_lab.model.power import (
-    PairDraw,
-    PowerDraw,
-    choose_for_energy,
-    dma_power,
-    hybrid_power,
-    library_power,
-    pair_power,
-    powered,
-)
 from sidelane_lab.pairs.workload import Workload, parse_gemm
 from sidelane_lab.studies.power.rows import LIBRARY, PowerOptions, PowerRow
 
@@ -63,7 +54,7 @@ def main(machine_name: str, options: PowerOptions) -> None:
     numbers = []
     for gemm, (kind, nbytes) in itertools.product(gemms, _asked(options)):
         workload = Workload(gemm, kind, nbytes)
-        draws = [pair_power(machine, workload, strategy, ranges=True) for strategy in powered(machine)]
+        draws = [power.pair_power(machine, workload, strategy, ranges=True) for strategy in power.powered(machine)]
         console.print(pair_table(machine, workload, draws).to_rich())
         numbers += [_flat(workload, draw) for draw in draws]
     say_written(write_report(options.json, options.report, "power_pairs", machine, numbers))
@@ -94,9 +85,9 @@ def predicted(machine: Machine, kind: Kind, nbytes: int) -> list[PowerRow]:
     Raises:
         ValueError: the machine's description has no power figures.
     """
-    library = _row(machine, kind, nbytes, LIBRARY, "", library_power(machine, kind, nbytes))
+    library = _row(machine, kind, nbytes, LIBRARY, "", power.library_power(machine, kind, nbytes))
     rows = [dataclasses.replace(library, note=TAKEN_FOR) if kind is Kind.REDUCE_SCATTER else library]
-    draw = hybrid_power if kind in REDUCING else dma_power
+    draw = power.hybrid_power if kind in REDUCING else power.dma_power
     for variant in PREDICTED_VARIANTS[kind]:
         rows.append(_row(machine, kind, nbytes, "dma", variant, draw(machine, kind, nbytes, variant)))
     return rows
@@ -111,14 +102,16 @@ def predict_row(machine: Machine, row: PowerRow) -> tuple[float, ...]:
     if machine.power is None or kind not in PREDICTED_VARIANTS or row.in_place != (kind in IN_PLACE):
         return ()
     if row.implementation == "nccl" and not row.variant:  # on symmetric windows it has other kernels
-        return (library_power(machine, kind, row.bytes).total_w,)
+        return (power.library_power(machine, kind, row.bytes).total_w,)
     if row.implementation != "dma" or row.variant not in PREDICTED_VARIANTS[kind]:
         return ()
-    draw = hybrid_power if kind in REDUCING else dma_power
+    draw = power.hybrid_power if kind in REDUCING else power.dma_power
     return (draw(machine, kind, row.bytes, row.variant).total_w,)
 
 
-def _row(machine: Machine, kind: Kind, nbytes: int, implementation: str, variant: str, draw: PowerDraw) -> PowerRow:
+def _row(
+    machine: Machine, kind: Kind, nbytes: int, implementation: str, variant: str, draw: power.PowerDraw
+) -> PowerRow:
     assert machine.power is not None, "the model refuses a machine without"
     idle_w = float(machine.power.idle_w)
     energy_mj = draw.energy_mj * machine.gpus
@@ -137,7 +130,7 @@ def _row(machine: Machine, kind: Kind, nbytes: int, implementation: str, variant
     )
 
 
-def pair_table(machine: Machine, workload: Workload, draws: Sequence[PairDraw]) -> Table:
+def pair_table(machine: Machine, workload: Workload, draws: Sequence[power.PairDraw]) -> Table:
     """One GPU's watts and energy under each strategy; the least energy is set off."""
     least = min(draw.energy_mj for draw in draws)
     lines = [
@@ -162,18 +155,18 @@ def pair_table(machine: Machine, workload: Workload, draws: Sequence[PairDraw]) 
         f"idle {idle:.0f} W, the GEMM by itself {draws[0].gemm_w:.0f} W, the cap {cap:.0f} W; wanted: without the cap",
         "again and again: when the pair repeats and the GPU lowers its clocks to keep to the cap, as watts and energy",
         "slower: by how much operations then last longer than by themselves, for the least and most that energy falls",
-        f"for the least energy: {choose_for_energy(draws).reason}",
+        f"for the least energy: {power.choose_for_energy(draws).reason}",
         "plausible: over the ranges of the description's watts; times as sidelane c3 --machine predicts them",
     )
     return Table(title, COLUMNS, tuple(lines), notes)
 
 
-def _slower(draw: PairDraw) -> str:
+def _slower(draw: power.PairDraw) -> str:
     least, most = draw.slower
     return f"{100 * least:.0f} .. {100 * most:.0f}" if most > 0 else ""
 
 
-def _flat(workload: Workload, draw: PairDraw) -> dict[str, Any]:
+def _flat(workload: Workload, draw: power.PairDraw) -> dict[str, Any]:
     gemm = workload.gemm
     return {
         "gemm": gemm.tag or f"{gemm.m},{gemm.n},{gemm.k}",

@@ -2,7 +2,7 @@
 
 Run by hand on GPUs of one node:
 
-    torchrun --nproc-per-node 2 tests/device/kernels_of_one.py
+    torchrun --nproc-per-node 2 results/scripts/kernels_of_one.py
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ Call = Callable[[], Any]
 
 
 def main() -> None:
+    """Time every kind and size, and print a line of each."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -75,6 +76,7 @@ def calls_of(comm: Communicator, kind: str, variant: str, nbytes: int) -> tuple[
 
 
 def graph_us(comm: Communicator, call: Call, stream: torch.cuda.Stream, rounds: int = 15) -> float:
+    """Return the microseconds of a call in a graph of many."""
     for _ in range(4):
         call()
     torch.cuda.synchronize()
@@ -100,6 +102,7 @@ def graph_us(comm: Communicator, call: Call, stream: torch.cuda.Stream, rounds: 
 
 
 def host_us(call: Call, calls: int = 50, rounds: int = 9) -> float:
+    """Return the host's microseconds of an eager call."""
     times = []
     for _ in range(rounds):
         torch.cuda.synchronize()

@@ -2,7 +2,7 @@
 
 Run by hand on GPUs of one node:
 
-    torchrun --nproc-per-node 2 tests/device/fsdp_group_step.py
+    torchrun --nproc-per-node 2 results/scripts/fsdp_group_step.py
 
 It prints the median step of the slowest rank and what the group's report says of its all-gathers.
 """
@@ -28,6 +28,7 @@ from sidelane_lab.studies.fsdp.step import rotary, sharded
 
 
 def measure(way: str, case: StepCase, device: torch.device, steps: int) -> None:
+    """Time the steps of one way, and print them."""
     plain = way in ("nccl", "enabled")
     ledger.reset()
     torch_world.FSDP_DEVICES = () if way == "staged" else ("cuda",)
@@ -65,6 +66,7 @@ def measure(way: str, case: StepCase, device: torch.device, steps: int) -> None:
 
 
 def main() -> None:
+    """Time every way that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="8b:2x4096")
     parser.add_argument("--steps", type=int, default=20)
