@@ -76,7 +76,7 @@ def call_lines(program: Program, rank: int, captured: bool) -> tuple[tuple[tuple
 def describe_call(call: calls.Call) -> str:
     """Describe a call in one line.
 
-    >>> describe_call(RecordEvent(2))
+    >>> describe_call(calls.RecordEvent(2))
     'record event 2'
     """
     match call:

@@ -283,7 +283,7 @@ def _halves(copy: ir.Copy) -> tuple[ir.Copy, ir.Copy | None]:
 
     >>> from sidelane.program.collective import Buffer
     >>> source, target = Span(0, Buffer.INPUT, 0, 1000), Span(1, Buffer.OUTPUT, 0, 1000)
-    >>> [half.src.nbytes for half in _halves(Copy(target, source))]
+    >>> [half.src.nbytes for half in _halves(ir.Copy(target, source))]
     [512, 488]
     """
     nbytes = copy.src.nbytes
