@@ -13,13 +13,13 @@ pytest.importorskip("triton")  # it has no packages for macOS, where there is no
 
 import own_kernels
 import triton
-from every_kernel import AVERAGE, MB, moving, reducing, site_of
+from every_kernel import AVERAGE, MB, moving, reducing, site_of, tiles
 from triton.backends.compiler import GPUTarget
 
 from sidelane.device.language import compiling_for, is_nvidia
 from sidelane.device.launch import LaunchSite
 from sidelane.execute.cuda.kernel_launch import compile_for
-from sidelane.kernels import direct, ll
+from sidelane.kernels import direct, ll, through_host
 from sidelane.kernels.tile_table import KernelPiece, Tiles, TileTable
 from sidelane.program.kernel import HOST_BLOCKS, NARROW_BLOCKS
 
@@ -64,12 +64,18 @@ def test_kernels_of_ones_own_compile(name: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_words_that_are_stored_once_come_in_wide_loads(ranks: int) -> None:
+def test_kernels_through_host_memory_have_wide_loads_and_few_senders(ranks: int) -> None:
     site = LaunchSite(0, site_of(8).arenas[:ranks], 64, 1024, HOST_BLOCKS)
     launch = ll.arrange(site, 16 * MB, 32 * MB, 128 << 10, AVERAGE, distinct=False, once=True)
     text = compile_for(H200, launch.kernel, launch.constants, launch.warps).asm["ptx"]
     assert "ld.volatile.global.v2.b64" in text and "st.global.v2.b64" in text
     assert "ld.volatile.global.b64" not in text
+    assert [
+        through_host.arrange(
+            site, tiles(size * MB // 2, 8192, ranks), (MB,) * ranks, MB, AVERAGE, distinct=False, root=None
+        ).blocks
+        for size in (1, 2, 4, 8)
+    ] == ([10, 10, 20, 40] if ranks == 2 else [40] * 4)
 
 
 @pytest.mark.parametrize(("ranks", "available"), [(4, 227 << 10), (8, 227 << 10), (4, 163 << 10), (3, 0)])

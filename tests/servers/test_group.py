@@ -25,6 +25,7 @@ from sidelane import config
 from sidelane.collectives.backend_cpu import CpuBackend
 from sidelane.config import Config
 from sidelane.machine.peers import PeerMemory
+from sidelane.ops.operator import HOST_CELLS_BYTES
 from sidelane.program.collective import ReduceOp
 from sidelane.servers import group as servers_group
 from sidelane.servers import setting
@@ -169,13 +170,13 @@ def test_norms(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2, interpreted=True)
-def test_norms_through_host_memory_are_the_servers(group: dist.ProcessGroup) -> None:
-    x, weight = torch.ones(4, 8), torch.ones(8)
+def test_norms_of_many_bytes_through_host_memory_are_the_servers(group: dist.ProcessGroup) -> None:
+    weight = torch.ones(HOST_CELLS_BYTES // 64)
     with mock.patch.object(CpuBackend, "peers", PeerMemory(True, "a test")), made(group) as served:
-        assert not served.fuses() and not served.normalises(x, weight)
-        assert served.all_reduce_rms_norm(x, x, weight, 1e-6) is None
-    with made(group) as served:
-        assert served.fuses() and served.normalises(x, weight)
+        for x in (torch.ones(tokens, len(weight)) for tokens in (8, 16, 17)):
+            found = served.all_reduce_rms_norm(x, x, weight, 1e-6)
+            assert (found is not None) == served.normalises(x, weight) == (len(x) < 17)
+            assert found is None or (found[1].eq(3).all() and torch.allclose(found[0], weight, atol=1e-5))
 
 
 @on_ranks(2, gpu=True)

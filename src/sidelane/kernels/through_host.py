@@ -47,6 +47,11 @@ SENDERS, LOADERS = 8, 4
 """Blocks that store, and blocks that load for each of these: 4 of an H200 store 43 GB/s, and 16 load as many; both ways
 at once, 8 and 32 took 507 us for 16 MiB between two GPUs, 4 and 16 took 555 (results/notes/kernels.md)."""
 
+TILES_OF_A_SENDER = 64
+"""Tiles of a sum between two ranks for each block that stores, of which two are the least: fences of one GPU wait for
+each other. Sums of 512 KiB and 1 MiB take 30 and 48 us with 2 of them, and 33 and 53 with 8; 2 MiB take 80 with 4 and
+87 with 8, and 4 MiB are alike (results/notes/kernels.md)."""
+
 LEAST_ROUNDS = 8
 """Smallest number of tiles that a block stores in a chunk, for which it fences once."""
 
@@ -76,7 +81,8 @@ def arrange(
         root: the only rank that sends; None if all do.
     """
     n = site.world_size
-    senders = max(1, min(SENDERS, tiles.count, site.most_blocks // (1 + LOADERS)))
+    most = max(2, tiles.count // TILES_OF_A_SENDER) if n == 2 and reduction is not None else SENDERS
+    senders = max(1, min(SENDERS, most, tiles.count, site.most_blocks // (1 + LOADERS)))
     rounds = max(LEAST_ROUNDS, -(-tiles.count // (senders * MOST_CHUNKS)))
     constants = {
         "N": n,

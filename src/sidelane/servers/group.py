@@ -192,14 +192,13 @@ class ServerGroup:
         return all_reduce_rms_norm(self._counted("all_reduce_rms_norm"), x, residual, weight, eps=eps, **tensors)
 
     def fuses(self) -> bool:
-        """Return whether :meth:`all_reduce_rms_norm` takes sums: kernels run here, and their bits may differ.
-
-        Through host memory it takes none: a token of Llama 3.1 8B took 3.844 ms with fused norms and 3.809 without, one
-        of eight sequences 4.347 and 4.124 (results/h200x2/no-peers-decode.json).
-        """
-        if self.comm is None or self._batch_invariant or self.comm.backend.peers.through_host:
-            return False
-        return self.comm.world_size <= _MOST_FUSED_RANKS and (self.comm.device.type == "cuda" or INTERPRETED)
+        """Return whether :meth:`all_reduce_rms_norm` takes sums: kernels run here, and their bits may differ."""
+        return (
+            self.comm is not None
+            and not self._batch_invariant
+            and self.comm.world_size <= _MOST_FUSED_RANKS
+            and (self.comm.device.type == "cuda" or INTERPRETED)
+        )
 
     def suspend(self) -> str:
         """Release the memory of the communicator, with all ranks; return why it stays, or an empty text.
