@@ -36,7 +36,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
         "h200x4", heads=("compute_first", "collective_first", "nccl_copy_engines", "copy_engines", "auto")
     ),
     "c3-h200x2": lambda: of_studies.c3(
-        "h200x2", ("c3_base", "c3_sp", "priority", "c3_rp", "c3_target", "nccl_ce", "conccl", "auto")
+        "h200x2", ("c3_base", "c3_sp", "priority", "c3_rp", "nccl_ce", "conccl", "auto", "conccl_left")
     ),
     "large-ratios-h200x4": of_collectives.large_ratios,
     "broadcasts-h200x4": lambda: of_collectives.broadcasts("h200x4"),
