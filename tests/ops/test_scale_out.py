@@ -398,11 +398,8 @@ def test_the_rank_at_fault_is_named_on_gpus(how: str, is_fused: bool) -> None:
 @pytest.mark.long
 def test_ways_between_nodes_are_measured(tmp_path: Path) -> None:
     """On CPU ranks the results are checked only."""
-    program = tmp_path / "measure.py"
-    program.write_text(
-        "from pathlib import Path\nfrom sidelane_lab.studies.fused.between_nodes import main\nmain(Path('rows.json'))\n"
-    )
-    run_program(program, tmp_path)
+    program = Path(__file__).parents[2] / "results" / "scripts" / "between_nodes.py"
+    run_program(program, tmp_path, ["rows.json"])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {row["way"] for row in rows} >= {"bags alone", "our kernel, process group, copy", "fused, slices of 2"}
     assert all(row["max_rel_err"] < 1e-5 for row in rows if "alone" not in row["way"])

@@ -3,7 +3,7 @@ r"""Fused embedding and all-to-all among nodes, next to bags and an all-to-all o
 A program of its own, as each rank stands for a node: the study ``fused`` is for the ranks of one node. On two GPUs::
 
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 torchrun --standalone --nproc-per-node 2 \
-        -m sidelane_lab.studies.fused.between_nodes results.json
+        results/scripts/between_nodes.py results.json
 
 Ways are compared and timed as those of the study are. Files up to 29 November 2026 have times of the host, a second
 transport, TCP, and what the model had predicted.
@@ -66,7 +66,6 @@ def main(path: Path) -> None:
             ]
         if ranks.rank == 0:
             device, gpus = (provenance.processor_name(), 0) if on_cpu else provenance.accelerator_name()
-            program = "-m sidelane_lab.studies.fused.between_nodes"
             content = {
                 "study": "fused_between_nodes",
                 "machine": "cpu" if on_cpu else machine_name(device, gpus),
@@ -75,7 +74,7 @@ def main(path: Path) -> None:
                 "ranks": count,
                 "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "commit": provenance.commit(),
-                "command": f"torchrun --standalone --nproc-per-node {count} {program} {path.name}",
+                "command": f"torchrun --standalone --nproc-per-node {count} {sys.argv[0]} {path.name}",
                 "software": provenance.software_versions(),
                 "rows": rows,
             }
