@@ -8,7 +8,8 @@ blue.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -24,84 +25,22 @@ from sidelane_lab.harness.table import grouped
 
 BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 BLACK, GREY, NAVY = "#000000", "#666666", "#003A5D"
-COLOURS = {
-    "nccl": VERMILLION,
-    "gloo": VERMILLION,
-    "nccl_ctas": VERMILLION,
-    "nccl_ce": ORANGE,
-    "symm_mem": PURPLE,
-    "dma": BLUE,
-    "dma_left": BLUE,
-    "sm": SKY,
-    "auto": NAVY,
-    "library": VERMILLION,
-    # Ways to run a workload, or to train a step with FSDP2.
-    "group": BLUE,
-    "copies": BLUE,
-    "operators": SKY,
-    "gemv": NAVY,
-    "ring": NAVY,
-    "none": GREY,
-    # Ways of the steps that `sidelane plan` predicts.
-    "dma all-gather": SKY,
-    "dma both": BLUE,
-    "straight all-gather": SKY,
-    "straight both": NAVY,
-    "sidelane_ag": SKY,
-    "sidelane": BLUE,
-    "sidelane_copies": NAVY,
+PALETTE = {
+    "blue": BLUE,
+    "sky": SKY,
+    "green": GREEN,
+    "orange": ORANGE,
+    "vermillion": VERMILLION,
+    "purple": PURPLE,
+    "black": BLACK,
+    "grey": GREY,
+    "navy": NAVY,
 }
+SHOWN: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_name("drawing.toml").read_text("utf-8"))
+COLOURS = {name: PALETTE[colour] for name, colour in SHOWN["colours"].items()}
 # A strategy has the colour of whoever moves its bytes.
 COLOURS |= {strategy.code: COLOURS[strategy.mover] if strategy.concurrent else GREY for strategy in strategies()}
-NAMES = {
-    "nccl": "{library} kernels",
-    "gloo": "Gloo",
-    "library": "{library} kernels",
-    "nccl_ctas": "{library} kernels, few thread blocks",
-    "nccl_ce": "{library} on copy engines",
-    "symm_mem": "PyTorch symmetric memory",
-    "dma": "Sidelane (copy engines)",
-    "dma_left": "Sidelane (copy engines), own part left",
-    "sm": "Sidelane (kernels)",
-    "auto": "Sidelane (its choice)",
-    # Strategies of a GEMM and a collective; old result files have some that are gone.
-    "serial": "one after the other",
-    "c3_base": "{library} kernels, launched second",
-    "c3_sp": "{library} kernels, launched first",
-    "priority": "{library} kernels, high priority",
-    "c3_rp": "{library} kernels on SMs of their own",
-    "c3_sp_rp": "{library} kernels first, on SMs of their own",
-    "c3_target": "{library} kernels, a GEMM on fewer SMs",
-    "cta_base": "{library}, few blocks, launched second",
-    "cta_sp": "{library}, few blocks, launched first",
-    "cta_priority": "{library}, few blocks, high priority",
-    "cta_target": "{library}, few blocks, a GEMM on fewer SMs",
-    "sm_base": "Sidelane (kernels), launched second",
-    "sm_sp": "Sidelane (kernels), launched first",
-    "sm_priority": "Sidelane (kernels), high priority",
-    "sm_rp": "Sidelane (kernels) on SMs of their own",
-    "sm_sp_rp": "Sidelane (kernels) first, on SMs of their own",
-    "sm_target": "Sidelane (kernels), a GEMM on fewer SMs",
-    "conccl": "Sidelane (copy engines)",
-    "conccl_rp": "Sidelane (copy engines), a GEMM on fewer SMs",
-    "conccl_sums": "Sidelane (copy engines), SMs left to sums",
-    "conccl_left": "Sidelane (copy engines), own part left",
-    # Ways of the steps that `sidelane plan` predicts.
-    "dma all-gather": "all-gathers on copy engines",
-    "dma both": "both collectives on copy engines",
-    "straight all-gather": "all-gathers straight into the parameters",
-    "straight both": "both, straight into the parameters",
-    # Ways to train a step with FSDP2, and to run a workload.
-    "sidelane": "Sidelane",
-    "sidelane_ag": "Sidelane, gathers only",
-    "sidelane_copies": "Sidelane, parameters copied out",
-    "group": "Sidelane (group)",
-    "operators": "Sidelane (fused)",
-    "copies": "Sidelane (copy engines)",
-    "gemv": "Sidelane (fused, GEMV too)",
-    "ring": "Sidelane (ring attention)",
-    "none": "no communication",
-}
+NAMES: Mapping[str, str] = SHOWN["names"]
 """Plain names, for pictures, of the implementations, strategies and ways that result files name; see ``plain_name``."""
 # Lines of one implementation differ in dash and mark.
 STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1, 1, 1, 1, 1)), "v"), ((0, (1, 3)), "P"))

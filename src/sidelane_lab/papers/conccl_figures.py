@@ -25,10 +25,10 @@ from sidelane_lab.model.strategies import library_strategies, partitions
 from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II
 from sidelane_lab.pairs.isolated import COUNTERS
 from sidelane_lab.pairs.workload import TABLE_I, Bound, C3Class, parse_gemm
-from sidelane_lab.papers.claims import matching, published
+from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.conccl import LARGE, MB, MI300X, C3Context, gemm_gbps, pair_rows
-from sidelane_lab.papers.figures import NO_POINTS, PUBLISHED, PaperFigure
-from sidelane_lab.papers.files import CLASSES, ResultFile
+from sidelane_lab.papers.figures import declared
+from sidelane_lab.papers.files import ResultFile
 from sidelane_lab.papers.measurements import (
     FIFTH,
     CollectiveReadings,
@@ -305,90 +305,27 @@ def gemm_sizes() -> dict[str, str]:
 
 
 FIGURES = (
-    PaperFigure(
-        number="000/T1",
-        caption="GEMMs of the study, and what limits each",
-        machine=MI300X,
-        heading="GEMM",
-        lines=gemm_sizes,
-        predict=predicted_gemm_words,
-        study="isolated",
-        measure=gemm_words,
-        claims=matching(r"C3-T1-.*"),
-    ),
-    PaperFigure(
-        number="000/T2",
-        caption="Pairs of a GEMM and a collective, by which of the two takes longer",
-        machine=MI300X,
-        heading="pair",
-        lines=lambda: {name: str(c3_class) for name, c3_class in TABLE_II.items()},
+    declared("000/T1", predict=predicted_gemm_words, measure=gemm_words, lines=gemm_sizes),
+    declared(
+        "000/T2",
         predict=lambda machine, ranges, version: class_words(pair_rows(machine, version)),
-        study="c3",
         measure=class_words,
-        claims=matching(r"C3-T2-.*"),
+        lines=lambda: {name: str(c3_class) for name, c3_class in TABLE_II.items()},
     ),
-    PaperFigure(
-        number="000/5",
-        caption="GEMMs that lose compute units, and collectives that have only some",
-        machine=MI300X,
-        claims=("C3-CU-01", "C3-CU-04", "C3-CU-05", "C3-CU-07", "C3-CU-08"),
-        predict=_units_panels,
-        study="isolated",
-        measure=compute_units,
-        missing={PUBLISHED: NO_POINTS},
-    ),
-    PaperFigure(
-        number="000/6",
-        caption="Memory bandwidth that each kernel uses alone",
-        machine=MI300X,
-        claims=("C3-BW-01", "C3-BW-02"),
-        predict=_bandwidth_panels,
-        study="isolated",
-        measure=counted_bandwidth,
-        missing={PUBLISHED: NO_POINTS},
-    ),
-    PaperFigure(
-        number="000/7",
-        caption="Ideal speedup of each pair",
-        machine=MI300X,
-        claims=("C3-ID-01", "C3-ID-02"),
-        predict=IDEAL.predicted,
-        study="c3",
-        measure=IDEAL.measured,
-        missing={PUBLISHED: NO_POINTS},
-    ),
-    PaperFigure(
-        number="000/8",
-        caption="Speedup of pairs with the library's collectives, by strategy",
-        machine=MI300X,
-        claims=matching(r"C3-(BASE|SP|RP|SPRP)-\d+"),
+    declared("000/5", predict=_units_panels, measure=compute_units),
+    declared("000/6", predict=_bandwidth_panels, measure=counted_bandwidth),
+    declared("000/7", predict=IDEAL.predicted, measure=IDEAL.measured),
+    declared(
+        "000/8",
         predict=ON_UNITS.predicted,
-        study="c3",
         measure=ON_UNITS.measured,
-        further=CLASSES,
         measure_further=_by_bound(("c3_base", "c3_sp", "c3_rp")),
-        missing={PUBLISHED: NO_POINTS},
     ),
-    PaperFigure(
-        number="000/9",
-        caption="Collectives on copy engines over the library's, alone",
-        machine=MI300X,
-        claims=("CC-01", "CC-02"),
-        predict=_isolated_panels,
-        study="collectives",
-        measure=isolated,
-        missing={PUBLISHED: NO_POINTS},
-    ),
-    PaperFigure(
-        number="000/10",
-        caption="Speedup of pairs with collectives on copy engines",
-        machine=MI300X,
-        claims=matching(r"CC-0[3-7]|C3-BEST-01"),
+    declared("000/9", predict=_isolated_panels, measure=isolated),
+    declared(
+        "000/10",
         predict=ON_ENGINES.predicted,
-        study="c3",
         measure=ON_ENGINES.measured,
-        further=CLASSES,
         measure_further=_by_bound(("c3_base", "conccl", "conccl_rp")),
-        missing={PUBLISHED: NO_POINTS},
     ),
 )

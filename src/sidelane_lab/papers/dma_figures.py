@@ -24,12 +24,11 @@ from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.study import COLLECTIVES, SIZES
 from sidelane_lab.papers import dma
 from sidelane_lab.papers.claims import matching, published
-from sidelane_lab.papers.figures import MEASURED, NO_POINTS, PUBLISHED, PaperFigure
+from sidelane_lab.papers.figures import declared
 from sidelane_lab.papers.files import ResultFile
 from sidelane_lab.papers.measurements import ChainReadings, CollectiveReadings, PhaseReadings, PowerReadings
 from sidelane_lab.papers.rows import RowFigure, by_size, model_rows, size_places
 
-NO_PRELAUNCH = "nothing prelaunched, without the prelaunch.json that `sidelane prelaunch` writes"
 OF_ENGINES = ("control", "doorbell", "fetch", "copy", "next_copy", "wait", "signal", "trigger", "sync")
 NUMBERS = (
     "links.usable_gbps",
@@ -247,96 +246,13 @@ def best_words(kind: Kind) -> Callable[[ResultFile], dict[str, str]]:
     return words
 
 
-def _by_variant(number: str, caption: str, kind: Kind, claims: tuple[str, ...]) -> PaperFigure:
-    return PaperFigure(
-        number=f"003/{number}",
-        caption=caption,
-        machine=dma.MI300X,
-        claims=claims,
-        predict=SPEEDUPS[kind].predicted,
-        study="collectives",
-        measure=SPEEDUPS[kind].measured,
-        missing={PUBLISHED: NO_POINTS},
-        fuller="prelaunch",
-        lacking=NO_PRELAUNCH,
-    )
-
-
 FIGURES = (
-    PaperFigure(
-        number="003/T1",
-        caption="The fastest way of an all-gather on copy engines, by size",
-        machine=dma.MI300X,
-        heading="bytes",
-        lines=_published_best("T1"),
-        predict=_to_take(dma.AG),
-        study="collectives",
-        measure=best_words(dma.AG),
-        claims=matching(r"DM-T1-\d"),
-        fuller="prelaunch",
-        lacking=NO_PRELAUNCH,
-    ),
-    PaperFigure(
-        number="003/T2",
-        caption="The fastest way of an all-to-all on copy engines, by size",
-        machine=dma.MI300X,
-        heading="bytes",
-        lines=_published_best("T2"),
-        predict=_to_take(dma.AA),
-        study="collectives",
-        measure=best_words(dma.AA),
-        claims=matching(r"DM-T2-\d"),
-        fuller="prelaunch",
-        lacking=NO_PRELAUNCH,
-    ),
-    PaperFigure(
-        number="003/1",
-        caption="All-gather on copy engines over the library, before and after the paper's optimizations",
-        machine=dma.MI300X,
-        claims=("DM-PC-02", "DM-PC-03", "DM-FIN-01", "DM-FIN-03"),
-        predict=GAP.predicted,
-        study="collectives",
-        measure=GAP.measured,
-        missing={PUBLISHED: NO_POINTS},
-        fuller="prelaunch",
-        lacking=NO_PRELAUNCH,
-    ),
-    PaperFigure(
-        number="003/6",
-        caption="Phases of one copy between two GPUs",
-        machine=dma.MI300X,
-        claims=matching(r"DM-PH-\d+"),
-        predict=PHASES.predicted,
-        study="phases",
-        measure=PHASES.measured,
-        missing={PUBLISHED: NO_POINTS, MEASURED: "the driver's call is all control: its scheduling is a part of it"},
-    ),
-    _by_variant(
-        *("13", "All-gather on copy engines over the library, by variant", dma.AG),
-        ("DM-PC-01", "DM-PC-02", "DM-BC-01", "DM-BC-02", "DM-BB-01", "DM-BB-05", "DM-PL-01", "DM-PL-03"),
-    ),
-    _by_variant(
-        *("14", "All-to-all on copy engines over the library, by variant", dma.AA),
-        ("DM-PC-01", "DM-PC-02", "DM-SW-01", "DM-SW-02", "DM-BB-01", "DM-BB-05", "DM-PL-01", "DM-PL-03"),
-    ),
-    PaperFigure(
-        number="003/15",
-        caption="Power of a GPU during an all-gather",
-        machine=dma.MI300X,
-        claims=("DM-PW-01",),
-        predict=_power_panels,
-        study="power",
-        measure=power,
-        missing={PUBLISHED: NO_POINTS},
-    ),
-    PaperFigure(
-        number="003/16",
-        caption="A GEMM and then an all-gather: the library's time over that of copy engines",
-        machine=dma.MI300X,
-        claims=("DM-SY-01",),
-        predict=_producer_panels,
-        study="chain",
-        measure=producer,
-        missing={PUBLISHED: NO_POINTS, MEASURED: "a GEMM that reads the result follows; all three are in one graph"},
-    ),
+    declared("003/T1", predict=_to_take(dma.AG), measure=best_words(dma.AG), lines=_published_best("T1")),
+    declared("003/T2", predict=_to_take(dma.AA), measure=best_words(dma.AA), lines=_published_best("T2")),
+    declared("003/1", predict=GAP.predicted, measure=GAP.measured),
+    declared("003/6", predict=PHASES.predicted, measure=PHASES.measured),
+    declared("003/13", predict=SPEEDUPS[dma.AG].predicted, measure=SPEEDUPS[dma.AG].measured),
+    declared("003/14", predict=SPEEDUPS[dma.AA].predicted, measure=SPEEDUPS[dma.AA].measured),
+    declared("003/15", predict=_power_panels, measure=power),
+    declared("003/16", predict=_producer_panels, measure=producer),
 )

@@ -9,8 +9,11 @@ what was measured, one for each machine; where a figure has several panels, thos
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.resources
 import math
 import textwrap
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.panels import Panel, TimelinePanel
-from sidelane_lab.papers.claims import published, value_text
+from sidelane_lab.papers.claims import matching, published, value_text
 from sidelane_lab.papers.command import CLAIMS, PAPERS
 from sidelane_lab.papers.files import FILES, ResultFile, files_of
 from sidelane_lab.papers.rows import MeasuredClaim, measure_claim
@@ -44,12 +47,13 @@ NAMES_OF_PAPERS = {
     "004": "Overlap paper",
 }
 """Names of the papers (docs/papers.md). The first word is a number's other form: ``conccl/8``."""
-NO_NUMBERS = "the text has no number of it"
+LACKING = {"prelaunch": "nothing prelaunched, without the prelaunch.json that `sidelane prelaunch` writes"}
+"""Line about what a figure lacks without the file of its ``fuller`` study, by that study."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaperFigure:
-    """Declaration of a figure or a table of a paper.
+    """A figure or a table of a paper: what ``data/figures.toml`` says of it, and the functions that fill it.
 
     Attributes:
         number: of the paper and the figure: ``003/13``, ``000/T1``.
@@ -61,7 +65,6 @@ class PaperFigure:
         predict_several: makes panels of the paper's own machines, where there are several and no other is asked for.
         study: that measures it; "" none.
         fuller: study whose file has more of it, and is taken where there is one; "" none.
-        lacking: what the other study lacks, in a line.
         measure: makes panels of a result file, or the words of each line. None: ``missing`` has the reason.
         further: key of files whose panels come before these; "" none.
         measure_further: makes their panels.
@@ -78,7 +81,6 @@ class PaperFigure:
     predict_several: Callable[[bool], Any] | None = None
     study: str = ""
     fuller: str = ""
-    lacking: str = ""
     measure: Callable[[ResultFile], Any] | None = None
     further: str = ""
     measure_further: Callable[[ResultFile], Any] | None = None
@@ -143,11 +145,34 @@ class PaperFigure:
                 except KeyError as problem:
                     raise ValueError(f"figure: {file.path} is no file of {study} (missing={problem})") from problem
             if found:
-                if self.lacking and study == self.study:
-                    missing[MEASURED] = self.lacking
+                if self.fuller and study == self.study:
+                    missing[MEASURED] = LACKING[self.fuller]
                 return found
         missing[MEASURED] = f"no {FILES[self.study]} that has it is in {', '.join(map(str, sources)) or 'any folder'}"
         return []
+
+
+@functools.cache
+def _declarations() -> dict[str, dict[str, Any]]:
+    entry = importlib.resources.files("sidelane_lab.papers") / "data" / "figures.toml"
+    return tomllib.loads(entry.read_text(encoding="utf-8"))
+
+
+def declaration(number: str) -> dict[str, Any]:
+    """Return what ``data/figures.toml`` says of a figure, by the attributes of :class:`PaperFigure`."""
+    said = _declarations()[number]
+    claims = said.get("claims", ())
+    missing = {} if "heading" in said else {PUBLISHED: NO_POINTS}
+    return said | {
+        "number": number,
+        "claims": matching(claims) if isinstance(claims, str) else tuple(claims),
+        "missing": missing | said.get("missing", {}),
+    }
+
+
+def declared(number: str, **functions: Any) -> PaperFigure:
+    """Return a figure with its functions."""
+    return PaperFigure(**declaration(number), **functions)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from sidelane_lab.machines.ranges import bands
 from sidelane_lab.machines.spec import Machine
@@ -15,12 +14,11 @@ from sidelane_lab.model.operators import ORDERS, REMOTE_FIRST, SECTIONS, Embeddi
 from sidelane_lab.model.panels import Panel, PublishedValue, TimelinePanel
 from sidelane_lab.papers import fused
 from sidelane_lab.papers.claims import published
-from sidelane_lab.papers.figures import MEASURED, NO_NUMBERS, PUBLISHED, PaperFigure
-from sidelane_lab.papers.files import BETWEEN_NODES, ResultFile
+from sidelane_lab.papers.figures import PaperFigure, declaration, declared
+from sidelane_lab.papers.files import ResultFile
 from sidelane_lab.papers.measurements import FusedReadings, normalised_between_nodes
 from sidelane_lab.papers.rows import aligned, exact
 
-STAND_INS = "the text has not all of the shapes: the mean and the best only"
 MI210X2 = "mi210x1x2"
 PROGRAMS = 16
 """Programs on a compute unit that count as full occupancy: the most that are measured."""
@@ -71,39 +69,30 @@ def _skew_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
 
 def _bars(
     number: str,
-    caption: str,
-    claims: tuple[str, ...],
     *,
     words: str,
     operators: tuple[Embedding, ...] | tuple[Gemv, ...] | tuple[TiledGemm, ...],
     measured_words: str,
     read: Callable[[ResultFile], Mapping[str, float]],
-    machine: str = fused.MACHINE,
-    study: str = "fused",
-    missing: Mapping[str, str] = MappingProxyType({PUBLISHED: STAND_INS}),
 ) -> PaperFigure:
     """Declare a figure of fused times over unfused ones, a bar a shape.
 
     Args:
-        number: of the figure.
-        caption: of the figure.
-        claims: that it shows, of which the first two are the mean and the best percent lower.
+        number: of the figure, whose first two claims are the mean and the best percent lower.
         words: below the predicted bars.
         operators: that are predicted; embeddings among the nodes of ``MI210X2`` where that is the machine.
         measured_words: below the bars of a file.
         read: these bars, by name.
-        machine: of the catalogue, that the paper measured on.
-        study: that measures it.
-        missing: which part of a source is missing.
     """
-    mean_time, best_time = (1 - published()[claim_id]["value"] / 100 for claim_id in claims[:2])
+    said = declaration(number)
+    mean_time, best_time = (1 - published()[claim_id]["value"] / 100 for claim_id in said["claims"][:2])
     marks = [
         PublishedValue("published: mean", (mean_time,), line="--"),
         PublishedValue("published: best", (best_time,), line=":"),
     ]
 
     def normalised(changed: Machine) -> dict[str, list[float]]:
-        rows = fused.operator_rows(changed if machine == fused.MACHINE else fused.scale_out(changed), operators)
+        rows = fused.operator_rows(changed if said["machine"] == fused.MACHINE else fused.scale_out(changed), operators)
         return {fused.FUSED_WORDS: list(FusedReadings(rows).normalised(operators[0].name).values())}
 
     sizes = [(one.batch, one.tables) if isinstance(one, Embedding) else (one.rows, one.columns) for one in operators]
@@ -119,16 +108,7 @@ def _bars(
         axis = {**fused.NORMALISED, "high": high}
         return [Panel(curves=curves, x=list(found), marks=marks, xlabel=measured_words, **axis)] if found else []
 
-    return PaperFigure(
-        number=f"001/{number}",
-        caption=caption,
-        machine=machine,
-        claims=claims,
-        predict=predicted,
-        study=study,
-        measure=measured,
-        missing=missing,
-    )
+    return PaperFigure(**said, predict=predicted, measure=measured)
 
 
 def _by_shape(op: str) -> Callable[[ResultFile], dict[str, float]]:
@@ -199,81 +179,35 @@ def pass_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
 
 FIGURES = (
     _bars(
-        "8",
-        "Fused embedding and all-to-all over the same unfused, in a node",
-        ("FU-EMB-01", "FU-EMB-02"),
+        "001/8",
         words="batch, and tables a GPU",
         operators=fused.EMBEDDINGS,
         measured_words="batch, tables a GPU, pooling",
         read=_by_shape("embedding_all_to_all"),
     ),
     _bars(
-        "9",
-        "Fused GEMV and all-reduce over the same unfused",
-        ("FU-GEMV-01", "FU-GEMV-02", "FU-GEMV-03"),
+        "001/9",
         words="rows, and columns of all GPUs",
         operators=fused.GEMVS,
         measured_words="rows, columns, tokens",
         read=_by_shape("gemv_all_reduce"),
     ),
     _bars(
-        "10",
-        "Fused GEMM and all-to-all over the same unfused",
-        ("FU-GEMM-01", "FU-GEMM-02"),
+        "001/10",
         words="rows a GPU, and columns",
         operators=fused.GEMMS,
         measured_words="rows a GPU, depth, columns",
         read=_by_shape("gemm_all_to_all"),
     ),
-    PaperFigure(
-        number="001/11",
-        caption="When each rank of a fused embedding computes and sends",
-        machine=MI210X2,
-        claims=("FU-GRAN-02",),
-        predict=_timeline,
-        missing={
-            PUBLISHED: NO_NUMBERS,
-            MEASURED: "profiles are not kept in result files: `sidelane fused --timeline FOLDER` draws them on GPUs",
-        },
-    ),
+    declared("001/11", predict=_timeline),
     _bars(
-        "12",
-        "Fused embedding and all-to-all over the same unfused, between two nodes",
-        ("FU-EMB-03", "FU-EMB-04", "FU-EMB-05"),
+        "001/12",
         words="batch, and tables a GPU",
         operators=fused.EMBEDDINGS,
         measured_words="batch, tables a GPU, pooling",
         read=_between_nodes,
-        machine=MI210X2,
-        study=BETWEEN_NODES,
-        missing={PUBLISHED: STAND_INS, MEASURED: "two GPUs of one machine stand in for two nodes, over sockets"},
     ),
-    PaperFigure(
-        number="001/13",
-        caption="Time of a fused embedding by occupancy",
-        machine=MI210X2,
-        claims=("FU-OCC-01", "FU-OCC-02", "FU-OCC-03"),
-        predict=_occupancy_panels,
-        study="fused",
-        measure=_measured_occupancy,
-        missing={PUBLISHED: "three of its points follow from the text"},
-    ),
-    PaperFigure(
-        number="001/14",
-        caption="How far ranks end apart, by the order of the work",
-        machine=MI210X2,
-        claims=("FU-SKEW-01", "FU-SKEW-02"),
-        predict=_skew_panels,
-        study="fused",
-        measure=_measured_skew,
-        missing={PUBLISHED: "means only", MEASURED: "inside a node"},
-    ),
-    PaperFigure(
-        number="001/15",
-        caption="A training pass of DLRM on 128 nodes, fused over unfused",
-        machine=fused.DLRM_MACHINE,
-        claims=("FU-SIM-01",),
-        predict=pass_panels,
-        missing={PUBLISHED: "the mean only", MEASURED: "there are no 128 nodes; the paper simulates them, too"},
-    ),
+    declared("001/13", predict=_occupancy_panels, measure=_measured_occupancy),
+    declared("001/14", predict=_skew_panels, measure=_measured_skew),
+    declared("001/15", predict=pass_panels),
 )

@@ -8,7 +8,7 @@ from sidelane_lab.machines.load import named
 from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.panels import Panel, PublishedValue, TimelinePanel
-from sidelane_lab.papers.figures import MEASURED, NO_NUMBERS, NO_POINTS, PUBLISHED, PaperFigure
+from sidelane_lab.papers.figures import PaperFigure, declared
 from sidelane_lab.papers.files import ResultFile
 from sidelane_lab.papers.measurements import PipelineReadings
 from sidelane_lab.papers.overlap import A2A, AR, BLOCKS, PAIRS, PLATFORMS, readings_of, timeline_of
@@ -28,8 +28,6 @@ MARKS: dict[tuple[str, str], list[PublishedValue]] = {
 
 def _figure(
     number: str,
-    caption: str,
-    claims: tuple[str, ...],
     key: str,
     words: str,
     platforms: Sequence[str] = tuple(PLATFORMS),
@@ -42,8 +40,6 @@ def _figure(
 
     Args:
         number: of the figure.
-        caption: of the figure.
-        claims: that it shows.
         key: in :class:`PipelineReadings`.
         words: of the axis of values.
         platforms: that it has.
@@ -86,16 +82,7 @@ def _figure(
         blocks, known = aligned({pair: curve for pair, curve in found.items() if pair in pairs})
         return [panel(known, blocks, "", words)] if blocks else []
 
-    return PaperFigure(
-        number=f"004/{number}",
-        caption=caption,
-        claims=claims,
-        predict=predicted,
-        predict_several=of_platforms,
-        study="occupancy",
-        measure=measured,
-        missing={PUBLISHED: NO_POINTS},
-    )
+    return declared(number, predict=predicted, predict_several=of_platforms, measure=measured)
 
 
 def _timeline(machine: Machine, ranges: bool, version: str) -> list[TimelinePanel]:
@@ -105,50 +92,10 @@ def _timeline(machine: Machine, ranges: bool, version: str) -> list[TimelinePane
 
 
 FIGURES = (
-    PaperFigure(
-        number="004/1c",
-        caption="When the iterations of a GEMM and a collective run",
-        machine=PLATFORMS["A100"],
-        predict=_timeline,
-        missing={
-            PUBLISHED: NO_NUMBERS,
-            MEASURED: "traces of pipelined iterations are not kept in result files",
-        },
-    ),
-    _figure(
-        "2",
-        "Overlapped over sequential time, by thread blocks",
-        ("RA-03", "RA-04", "RA-05", "RA-11"),
-        "base",
-        "overlapped over sequential time",
-    ),
-    _figure(
-        "3",
-        "Time saved by priority, by thread blocks",
-        ("RA-01", "RA-06", "RA-13", "RA-14"),
-        "reduction",
-        "time saved by priority, %",
-        from_zero=False,
-    ),
-    _figure("4", "Overlap rate, by thread blocks", ("RA-02", "RA-12"), "overlap", "overlap rate, %"),
-    _figure(
-        "5",
-        "Larger over smaller tiles beside an all-reduce, by thread blocks",
-        ("RA-07",),
-        "tiles",
-        "time of opt2 over opt1",
-        platforms=("A100", "H100"),
-        pairs=AR,
-        level=1,
-    ),
-    _figure(
-        "6",
-        "Larger over smaller tiles beside an all-to-all, by thread blocks",
-        ("RA-07", "RA-08"),
-        "tiles",
-        "time of opt2 over opt1",
-        platforms=("A40", "A100"),
-        pairs=A2A,
-        level=1,
-    ),
+    declared("004/1c", predict=_timeline),
+    _figure("004/2", "base", "overlapped over sequential time"),
+    _figure("004/3", "reduction", "time saved by priority, %", from_zero=False),
+    _figure("004/4", "overlap", "overlap rate, %"),
+    _figure("004/5", "tiles", "time of opt2 over opt1", platforms=("A100", "H100"), pairs=AR, level=1),
+    _figure("004/6", "tiles", "time of opt2 over opt1", platforms=("A40", "A100"), pairs=A2A, level=1),
 )

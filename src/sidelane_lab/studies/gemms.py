@@ -11,8 +11,10 @@ import dataclasses
 import functools
 import itertools
 import math
+import tomllib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sidelane_lab.harness.options import StudyOptions, count, names, require_all, study_command
 from sidelane_lab.harness.report import Cell, tables_by
@@ -80,43 +82,8 @@ class Projection:
     gemm: Gemm
 
 
-# Hidden size, heads and intermediate size as in each model's published configuration (config.json). gate_up are the two
-# projections in front of the gated activation, in one GEMM; qkv those to queries, keys and values. Outputs and
-# inputs of each layer, and the tokens.
-MODELS: Mapping[str, tuple[Mapping[str, tuple[int, int]], tuple[int, ...]]] = {
-    "llama-8b": (
-        {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
-        (16, 128, 512, 2048, 8192),
-    ),
-    "llama-70b/8": (
-        {"qkv": (1280, 8192), "out": (8192, 1024), "gate_up": (7168, 8192), "down": (8192, 3584)},
-        (8, 64, 256, 1024, 4096),
-    ),
-    "qwen-32b/4": (
-        {"qkv": (1792, 5120), "out": (5120, 1280), "gate_up": (13824, 5120), "down": (5120, 6912)},
-        (16, 96, 400, 2048, 16384),
-    ),
-    "llama-405b/8": (
-        {"qkv": (2304, 16384), "out": (16384, 2048), "gate_up": (13312, 16384), "down": (16384, 6656)},
-        (4, 64, 333, 1000, 8192),
-    ),
-    "deepseek-v3": (
-        {"q_b": (24576, 1536), "out": (7168, 16384), "expert_gate_up": (4096, 7168), "expert_down": (7168, 2048)},
-        (32, 128, 640, 3072, 8192),
-    ),
-    "gemma-27b/2": (
-        {"qkv": (4096, 5376), "out": (5376, 2048), "gate_up": (21504, 5376), "down": (5376, 10752)},
-        (16, 100, 500, 1500, 6000),
-    ),
-    "gpt-oss-120b": (
-        {"qkv": (5120, 2880), "out": (2880, 4096), "expert_gate_up": (5760, 2880), "expert_down": (2880, 2880)},
-        (32, 200, 777, 2500, 16000),
-    ),
-    "mixtral-8x22b/4": (
-        {"qkv": (2048, 6144), "out": (6144, 1536), "expert_gate_up": (8192, 6144), "expert_down": (6144, 4096)},
-        (1, 48, 300, 1200, 5000),
-    ),
-}
+MODELS: Mapping[str, Mapping[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+"""Layers of each model, with the outputs and inputs of each, and the numbers of tokens, by the model's name."""
 
 
 def projections(models: tuple[str, ...] = ()) -> tuple[Projection, ...]:
@@ -128,10 +95,10 @@ def projections(models: tuple[str, ...] = ()) -> tuple[Projection, ...]:
     require_all("projections", "models", models, MODELS)
     return tuple(
         Projection(name, layer, Gemm(tokens, outputs, inputs))
-        for name, (layers, counts) in MODELS.items()
+        for name, model in MODELS.items()
         if not models or name in models
-        for layer, (outputs, inputs) in layers.items()
-        for tokens in counts
+        for layer, (outputs, inputs) in model["layers"].items()
+        for tokens in model["tokens"]
     )
 
 
