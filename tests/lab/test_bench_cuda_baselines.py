@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from sidelane_lab.baselines.candidate import (
     ReadyCall,
     Tensors,
     candidates_of,
+    captured,
     nothing_to_wait_for,
     views,
 )
@@ -178,6 +180,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
         def capture_end(self) -> None:
             recorder.log.append("end")
+            if recorder.log[-2].startswith("begin"):
+                warnings.warn("The CUDA Graph is empty.", stacklevel=2)
 
         def replay(self) -> None:
             recorder.log.append("replay")
@@ -216,11 +220,13 @@ def test_one_call_needs_one_graph(recorder: Recorder) -> None:
     assert (prepared.job().repeats, prepared.job().calls) == (1, 1)
 
 
-def test_a_capture_that_fails_is_ended(recorder: Recorder) -> None:
+def test_a_capture_that_fails_is_ended_and_one_of_nothing_fails(recorder: Recorder) -> None:
     recorder.fails = True
     with pytest.raises(ValueError, match="not in a capture"):
         prepared_graph(recorder, calls=2).capture()
     assert recorder.log == ["begin thread_local", "end"]
+    with pytest.raises(UserWarning, match="is empty"):
+        captured(lambda: None, 2)
 
 
 def test_outputs_are_poisoned_before_inputs_are_filled(recorder: Recorder) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -313,7 +314,11 @@ class ReadyCall(Way):
 
 
 def captured(run: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:
-    """Capture a graph of ``calls`` runs, captured on the current stream, which must not be the legacy default one."""
+    """Capture a graph of ``calls`` runs, captured on the current stream, which must not be the legacy default one.
+
+    Raises:
+        UserWarning: nothing was captured, which would be timed as a call that takes no time.
+    """
     graph = torch.cuda.CUDAGraph()
     # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache, 50 ms for each of some hundred
     # captures. Other threads (a library's watchdog) may go on calling the driver while this one captures.
@@ -322,10 +327,12 @@ def captured(run: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:
         for _ in range(calls):
             run()
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # the capture is invalid by now, and the stream must leave it
+        # The stream must leave the capture, which is invalid by now, or empty.
+        with contextlib.suppress(RuntimeError, UserWarning), warnings.catch_warnings(action="error"):
             graph.capture_end()
         raise
-    graph.capture_end()
+    with warnings.catch_warnings(action="error", category=UserWarning):  # PyTorch's "The CUDA Graph is empty"
+        graph.capture_end()
     return graph
 
 

@@ -27,8 +27,8 @@ def draw_timeline(intervals: Sequence[Interval], title: str, folder: Path, name:
     for interval in intervals:
         place = places.get((interval.group, interval.lane))
         if place is not None:
-            kind = interval.label.split()[0]
-            bars.setdefault((kind, place), []).append((interval.start_us, interval.end_us - interval.start_us))
+            part = interval.start_us, interval.end_us - interval.start_us
+            bars.setdefault((interval.label.split()[0], place), []).append(part)
     with mpl.rc_context(RC):
         figure = Figure(figsize=(11, 1.4 + 0.16 * len(lanes)), layout="constrained")
         axes = figure.subplots()
@@ -41,8 +41,7 @@ def draw_timeline(intervals: Sequence[Interval], title: str, folder: Path, name:
         axes.invert_yaxis()
         axes.set_xlabel("us")
         axes.set_title(title)
-        if kinds:
-            axes.legend(ncols=len(kinds), fontsize=7, loc="lower right", bbox_to_anchor=(1, 1.0), borderaxespad=0.1)
+        axes.legend(ncols=len(kinds), fontsize=7, loc="lower right", bbox_to_anchor=(1, 1.0), borderaxespad=0.1)
         text = f"{title}: what each of {len(lanes)} workgroups does over time, {', '.join(kinds)}."
         return save(figure, name, title, text, folder)
 

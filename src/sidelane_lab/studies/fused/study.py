@@ -264,6 +264,7 @@ def write_timelines(comm: Communicator, case: OperatorCase, folder: Path) -> Non
 
     for schedule, run in case.fused.items():
         for _ in range(2):
+            dist.barrier()  # another rank may still be collecting what the first call recorded
             with Timeline(comm) as timeline:
                 run()
         if comm.rank == 0 and timeline.intervals:  # copy engines have no workgroups
