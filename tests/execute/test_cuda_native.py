@@ -74,6 +74,7 @@ def test_a_launch_is_described_as_the_driver_reads_it() -> None:
     _, (_, function, arguments, extra) = bind_launch(77, 99, config)
     assert (function.value, arguments.value, extra.value) == (77, 99, None)
     assert struct.unpack("<7I4xQQI4x", bytes(config)) == (3, 1, 1, 128, 1, 1, 64, 5, 0, 0)
+    assert struct.unpack("<I4xI60x", bytes(native.DEPENDENT)) == (6, 1), "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_..."
 
 
 def referred(form: str, argument: object) -> tuple[int, ...]:

@@ -84,24 +84,21 @@ def test_what_changes_the_binary_changes_its_file(
     ]
     for changed in others:
         get(**changed)
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel_launch, "compiler_digest", lambda: "3.7")
-        get()
-    with monkeypatch.context() as patch:
-        patch.setenv("DISABLE_PTXAS_OPT", "1")
-        get()
-    with monkeypatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", "/elsewhere")  # which is no matter
-        get()
-    with monkeypatch.context() as patch:  # a constant of a module whose functions the kernel calls
-        patch.setattr(flags, "POLLS", Constant(7))
-        get()
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel_launch, "file_digest", lambda path: "another source" if path == flags.__file__ else "")
-        get()
-    assert len(made) == 1 + len(others) + 4 == len(list(cache.iterdir()))
+    changes = [
+        lambda patch: patch.setattr(kernel_launch, "compiler_digest", lambda: "3.7"),
+        lambda patch: patch.setenv("DISABLE_PTXAS_OPT", "1"),
+        lambda patch: patch.setattr(flags, "POLLS", Constant(7)),  # of a module whose functions the kernel calls
+        lambda patch: patch.setattr(kernel_launch, "file_digest", lambda path: "another" * (path == flags.__file__)),
+        lambda patch: patch.setattr(KernelBinary, "__slots__", ("name", "image")),  # a file of an earlier version
+        lambda patch: patch.setenv("TRITON_CACHE_DIR", "/elsewhere"),  # which is no matter
+    ]
+    for change in changes:
+        with monkeypatch.context() as patch:
+            change(patch)
+            get()
+    assert len(made) == len(others) + len(changes) == len(list(cache.iterdir()))
     get()
-    assert len(made) == 1 + len(others) + 4
+    assert len(made) == len(others) + len(changes)
 
 
 def test_a_kernels_source_is_that_of_all_that_it_calls(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,9 @@ def test_every_kernel_compiles_and_fits_into_registers(what, odd: int, part: sli
         ).stdout
         (stack,) = re.findall(r"STACK:(\d+)", text)
         assert int(stack) <= MOST_STACK_BYTES, (launch.kernel.__name__, launch.constants)
+        before, wait, _ = compiled.asm["ptx"].partition("griddepcontrol.wait")
+        assert bool(wait) == (launch.kernel.__name__ == "_ll"), "it waits for the kernel ahead of it"
+        assert not wait or not re.search(r"\b(ld|st|red|atom)\.(?!param)", before), "before all else"
 
 
 def test_what_a_kernel_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,3 +133,6 @@ def test_what_a_kernel_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ld.acquire.sys" in text and ".sys.acquire.add" not in text
     amd = compile_for(GPUTarget("hip", "gfx942", 64), launch.kernel, launch.constants, launch.warps).asm["amdgcn"]
     assert "ld.acquire" not in amd and "buffer_inv sc0 sc1" in amd, "an acquire at system scope"
+    launch = ll.arrange(site_of(2), 16 * MB, 32 * MB, 4096, AVERAGE, distinct=False)
+    text = compile_for(GPUTarget("cuda", 100, 32), launch.kernel, launch.constants, launch.warps).asm["ptx"]
+    assert "griddepcontrol" not in text, "not measured there"

@@ -30,8 +30,8 @@ class Loader:
     def count_parameters(self, function: int) -> int:
         return 1
 
-    def bind_launch(self, function: int, arguments: int, **_: Any) -> Bound:
-        raise NotImplementedError
+    def bind_launch(self, function: int, arguments: int, **options: Any) -> Bound:
+        return options.get, ()
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def compile_for(target: Any, function: Any, constants: Any, warps: int, stages: int | None) -> SimpleNamespace:
         metadata = SimpleNamespace(name=f"{function} {dict(constants)}", num_warps=warps, shared=0)
-        return SimpleNamespace(asm={"cubin": b""}, metadata=metadata)
+        return SimpleNamespace(asm={"cubin": b"", "ptx": constants.get("TEXT", "")}, metadata=metadata)
 
     monkeypatch.setattr(kernel_launch, "compile_for", compile_for)
     monkeypatch.setattr(kernel_launch, "_kernels", {})
@@ -73,6 +73,13 @@ def test_threads_that_load_one_kernel_go_by_one(loaded: list[str], monkeypatch: 
     for thread in threads:
         thread.join(20)
     assert len(found) == 2 and found[0] is found[1] is kernels.load("pull", {}, 4)
+
+
+def test_only_a_kernel_that_waits_is_launched_ahead_of_an_end(loaded: list[str]) -> None:
+    kernels = kernels_of(1, Loader(loaded))
+    for text in ("griddepcontrol.wait ;", "griddepcontrol.launch_dependents ;", ""):
+        option, _ = kernels.load("push", {"TEXT": text}, 4).bind([0], blocks=1, stream=0)
+        assert option("dependent") == ("wait" in text)
 
 
 class Constants(dict[str, int]):

@@ -385,9 +385,14 @@ class Driver:
         threads: int,
         shared_bytes: int,
         stream: int,
+        dependent: bool = False,
     ) -> Bound:
-        """Prepare a launch of a function; ``arguments`` is the address of an array of the arguments' addresses."""
-        config = LaunchConfig(blocks, (threads, 1, 1), shared_bytes, stream)
+        """Prepare a launch of a function; ``arguments`` is the address of an array of the arguments' addresses.
+
+        ``dependent``: blocks may start before the kernel ahead of it has ended; the function waits for that itself.
+        """
+        attributes = ctypes.addressof(native.DEPENDENT)
+        config = LaunchConfig(blocks, (threads, 1, 1), shared_bytes, stream, attributes, int(dependent))
         return native.bind_launch(function, arguments, config)
 
     def make_graph(self, calls: Iterable[Bound], stream: int) -> int:
@@ -432,12 +437,7 @@ class Driver:
 
     def is_capturing(self, stream: int) -> bool:
         """Return True while ``stream`` is being captured. The legacy default stream cannot be captured."""
-        if stream == 0:
-            return False
-        error, status = self._api.cuStreamIsCapturing(self._handle(stream))
-        if error:
-            raise DriverError(self._name(error), "cuStreamIsCapturing")
-        return bool(status)
+        return stream != 0 and bool(self.call("cuStreamIsCapturing", self._handle(stream)))
 
     def has_normal_priority(self, stream: int) -> bool:
         """Return True if a stream has normal priority."""
@@ -465,9 +465,7 @@ class Driver:
         if stream == 0:
             return 0
         # The values after the number differ between versions of the driver's interface.
-        error, status, number, *_ = self._api.cuStreamGetCaptureInfo(self._handle(stream))
-        if error:
-            raise DriverError(self._name(error), "cuStreamGetCaptureInfo")
+        status, number, *_ = self.call("cuStreamGetCaptureInfo", self._handle(stream))
         return int(number) if status else 0
 
     def is_current(self) -> bool:
@@ -492,18 +490,16 @@ class Driver:
 
     def is_idle(self, stream: int) -> bool:
         """Return True if all work of ``stream`` has ended."""
-        error = self._api.cuStreamQuery(self._api.CUstream(stream))[0]
-        if error == self._not_ready:
-            return False
-        if error:
-            raise DriverError(self._name(error), "cuStreamQuery")
-        return True
+        return self._has_ended("cuStreamQuery", self._api.CUstream(stream))
 
     def has_passed(self, event: int) -> bool:
         """Return True once the device has reached the last record of an event."""
-        error = self._api.cuEventQuery(self._api.CUevent(event))[0]
+        return self._has_ended("cuEventQuery", self._api.CUevent(event))
+
+    def _has_ended(self, query: str, handle: Any) -> bool:
+        error = getattr(self._api, query)(handle)[0]
         if error and error != self._not_ready:
-            raise DriverError(self._name(error), "cuEventQuery")
+            raise DriverError(self._name(error), query)
         return not error
 
     def elapsed_us(self, first: int, second: int) -> float:

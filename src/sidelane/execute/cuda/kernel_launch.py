@@ -39,6 +39,11 @@ WARP_THREADS = 32
 _WORD_BYTES = 8
 _MOST_HIDDEN = 4
 _OF_COMPILERS = ("ALLOW_", "DISABLE_", "LLVM_", "MLIR_", "NVPTX_", "TRITON_", "USE_IR_")  # begins of variables' names
+_DEPENDENT_ON = 90  # compute capability; it was measured on no other
+DEPENDENT = "DEPENDENT"
+"""Constant of kernels that wait for the end of the kernel ahead of them, and are launched before that end
+(programmatic dependent launch). It is made false for GPUs for which that is not done."""
+
 MOST_CONSTANTS = 1024  # dictionaries of constants for which the kernel is cached by their identity
 
 
@@ -75,6 +80,7 @@ class Loader(Protocol):
         threads: int,
         shared_bytes: int,
         stream: int,
+        dependent: bool = False,
     ) -> Bound: ...
 
 
@@ -156,7 +162,7 @@ class LoadedKernel:
         self.shared_bytes = binary.shared_bytes
         self.function = driver.load_function(binary.image, binary.name, binary.shared_bytes)
         self._parameters = driver.count_parameters(self.function)
-        self._name = binary.name
+        self._name, self._dependent = binary.name, binary.dependent
 
     def bind(self, arguments: Sequence[int], *, blocks: int, stream: int, shared_bytes: int = 0) -> Bound:
         """Prepare a launch of ``blocks`` thread blocks; the arguments, in the order of the source, are fixed.
@@ -170,6 +176,7 @@ class LoadedKernel:
             threads=self.threads,
             shared_bytes=max(self.shared_bytes, shared_bytes),
             stream=stream,
+            dependent=self._dependent,
         )
 
 
@@ -219,12 +226,14 @@ class KernelBinary:
         name: name of its function.
         warps: number of warps of a block.
         shared_bytes: shared memory that a block needs, in bytes.
+        dependent: it waits for the end of the kernel ahead of it, so that its blocks may start before.
         image: binary for one kind of GPU.
     """
 
     name: str
     warps: int
     shared_bytes: int
+    dependent: bool
     image: bytes
 
     @staticmethod
@@ -239,11 +248,12 @@ class KernelBinary:
         if any(scratch) or getattr(metadata, "num_ctas", 1) != 1:
             raise UnavailableError(f"kernel {metadata.name}: it needs Triton's launcher (scratch bytes={scratch})")
         image = made.asm["cubin"] if "cubin" in made.asm else made.asm["hsaco"]
-        return KernelBinary(metadata.name, metadata.num_warps, metadata.shared, image)
+        dependent = "griddepcontrol.wait" in made.asm.get("ptx", "")
+        return KernelBinary(metadata.name, metadata.num_warps, metadata.shared, dependent, image)
 
     def to_bytes(self) -> bytes:
         """Return the content of a file: a digest of the rest, a line of JSON, the binary."""
-        content = json.dumps([self.name, self.warps, self.shared_bytes]).encode() + b"\n" + self.image
+        content = json.dumps([self.name, self.warps, self.shared_bytes, self.dependent]).encode() + b"\n" + self.image
         return _digest(content).encode() + b"\n" + content
 
     @staticmethod
@@ -253,8 +263,8 @@ class KernelBinary:
         if digest != _digest(content).encode():
             return None
         head, _, image = content.partition(b"\n")
-        name, warps, shared_bytes = json.loads(head)
-        return KernelBinary(name, warps, shared_bytes, image)
+        name, warps, shared_bytes, dependent = json.loads(head)
+        return KernelBinary(name, warps, shared_bytes, dependent, image)
 
 
 def compiled(
@@ -295,7 +305,10 @@ def _file_of(
         return None
     named = sorted((name, str(value)) for name, value in constants.items())
     options = sorted(COMPILE_OPTIONS.items())
-    given = (function.__module__, function.__name__, named, warps, stages, options, target, compiler, _variables())
+    given = (
+        *(function.__module__, function.__name__, named, warps, stages, options, target, compiler, _variables()),
+        KernelBinary.__slots__,  # the form of the file
+    )
     return folder / f"{function.__name__.strip('_')}-{_digest(repr((given, _source_of(function))).encode())}.cubin"
 
 
@@ -370,6 +383,8 @@ def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps:
     import triton
 
     names = [parameter.name for parameter in function.params if parameter.is_constexpr]
+    if DEPENDENT in constants:
+        constants = {**constants, DEPENDENT: target.backend == "cuda" and target.arch == _DEPENDENT_ON}
     if sorted(names) != sorted(constants):
         raise ValueError(f"compile: constants (value={sorted(constants)}, allowed={sorted(names)})")
     signature = {name: "constexpr" if name in constants else "i64" for name in function.arg_names}

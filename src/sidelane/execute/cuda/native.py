@@ -135,6 +135,10 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
+DEPENDENT = (ctypes.c_uint32 * 18)(6, 0, 1)
+"""``CUlaunchAttribute`` of cuda.h, 72 bytes: the 6th, programmatic stream serialization, is allowed."""
+
+
 def bind_launch(function: int, arguments: int, config: LaunchConfig) -> Bound:
     """Prepare a kernel launch; ``arguments`` is the address of an array of its arguments' addresses, and is kept."""
     parts = (ctypes.byref(config), ctypes.c_void_p(function), Pointer(int(arguments), arguments), ctypes.c_void_p())

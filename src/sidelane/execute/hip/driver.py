@@ -242,6 +242,7 @@ class HipDriver(Driver):
         threads: int,
         shared_bytes: int,
         stream: int,
+        dependent: bool = False,
     ) -> Bound:
         packed = Pointer(int(arguments), arguments)
         name = "hipModuleLaunchKernel"
