@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import tomllib
@@ -28,9 +29,9 @@ def figure(line: Mapping[str, Any]) -> str:
         if is_in(row, line.get("where", {})):
             groups.setdefault(tuple(row[key] for key in line.get("over", [])), []).append(row)
     found = []
-    for group in groups.values():
+    for group, column in itertools.product(groups.values(), line.get("columns", [None])):
         times = [
-            [row[next(key for key in OF_ROW if key in row)] for row in group if is_in(row, line[side])]
+            [row[column or next(key for key in OF_ROW if key in row)] for row in group if is_in(row, line[side])]
             for side in ("theirs", "ours")
         ]
         if all(times):

@@ -1,4 +1,4 @@
-"""Tables of the README: what Sidelane and the others take, through which door, on which machine, and when."""
+"""Tables of the README: what Sidelane and the others take, through which entry point, on which machine, and when."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from docs.measured import (
     LABELS,
     MIB,
     REDUCED,
-    SCATTERED,
     Cells,
     Where,
     best,
@@ -27,21 +26,27 @@ from docs.measured import (
     size,
 )
 
-MACHINES = {"h200x4": "four H200s", "h200x2": "two H200s"}
+MACHINES = {"h200x4": "four H200s", "h200x2": "two H200s", "h100x2": "two H100s"}
+NEWEST = of_collectives.NEWEST.removesuffix(".json")
 GROUP, ENABLE, COMMUNICATOR = '`"sidelane"`', "`fsdp.enable`", "`Communicator`"
 KERNELS, COPIES, BOTH = "kernels", "copy engines, 0 SMs", "copies, 0 SMs; sums: kernels"
-BY_NCCL = ("serial", "c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp", "c3_target", "nccl_ce")
-"""Ways of a pair that need nothing of Sidelane: order, priority, NCCL's CTAs and its copy engines."""
+SETTINGS = {
+    "launch order": {"serial", "c3_base", "c3_sp"},
+    "copy engines": {"nccl_ce"},
+    "priority": {"priority"},
+    "partitions": {"c3_rp", "c3_sp_rp", "c3_target"},
+}
+"""Strategies of a pair that need nothing of Sidelane, by the setting of NCCL or of its caller."""
 
 
 MS, US = ("step_ms", "ms"), ("time_us", "us")
 WAY: tuple[Where, Where] = {"way": ("nccl", "symm_mem")}, {"way": "group"}
 STEP: tuple[Where, Where] = {"implementation": ("nccl", "nccl_ce")}, {"implementation": "sidelane"}
 CALL: tuple[Where, Where] = {"implementation": ("nccl", "nccl_ce", "symm_mem")}, AUTO
-PAIR: tuple[Where, Where] = {"strategy": BY_NCCL}, {"strategy": "auto"}
+PAIR: tuple[Where, Where] = {"strategy": tuple(set().union(*SETTINGS.values()))}, {"strategy": "auto"}
 E2E, FSDP, CLIENTS, C3 = (f"h200x2/{name}.json" for name in ("e2e", "fsdp-nccl-2.32", "clients", "c3"))
 Line = tuple[str, str, str, str, Where, tuple[Where, Where], tuple[str, str]]
-"""Words for what runs, the door and what moves the bytes; file, columns of both sides and of each; column and unit."""
+"""What runs, entry point and what moves the bytes, in words; file, columns of both sides and of each; column, unit."""
 LINES: list[Line] = [
     ("token of Llama 3.1 8B, 8 sequences, CUDA graph", GROUP, KERNELS, E2E,
      {"launch": "graph", "size": "llama-3.1-8b-x8"}, WAY, MS),
@@ -55,8 +60,9 @@ LINES: list[Line] = [
      "h200x2/engines.json", {"server": "sglang", "sequences": 64, "commit": "1591a80c",
                              "all_reduce": "CustomAllReduceV2"},
      ({"implementation": "sglang"}, {"implementation": "sidelane"}), ("ms_per_token", "ms")),
-    ("the same, vLLM 0.26.0's layers in batch-invariant mode, where vLLM takes NCCL", "plug-in", KERNELS,
-     "h200x2/servers.json", {"model": "llama-3.1-8b", "sequences": 64, "peers": "nvlink", "batch_invariant": True},
+    ("token of Llama 3.1 8B, 64 sequences, layers of vLLM 0.26.0 in batch-invariant mode, where vLLM takes NCCL",
+     "plug-in", KERNELS, "h200x2/servers.json",
+     {"model": "llama-3.1-8b", "sequences": 64, "peers": "nvlink", "batch_invariant": True},
      ({"implementation": ("nccl", "vllm")}, {"implementation": "sidelane"}), ("ms_per_token", "ms")),
     ("token of Llama 3.1 8B, 1 sequence, no peer access, CUDA graph", GROUP, KERNELS, "h200x2/no-peers-decode.json",
      {"launch": "graph", "size": "llama-3.1-8b-x1"}, WAY, MS),
@@ -64,8 +70,6 @@ LINES: list[Line] = [
      {"model": "llama-70b-like", "seq": 2048}, STEP, MS),
     ("FSDP2, 10 layers of Llama 8B forward and backward, 1 x 8192 tokens", ENABLE, BOTH, FSDP,
      {"model": "llama-8b-like", "seq": 8192}, STEP, MS),
-    ("FSDP2 step of Llama 3.2 3B, AdamW, 4 x 2048 tokens", ENABLE, BOTH, CLIENTS,
-     {"program": "fsdp", "model": "llama-3.2-3b", "batch": 4}, (WAY[0], {"way": "enable"}), MS),
     *(
         (f"FSDP2 step of Mistral 7B, {optimizer}, {batch} x 2048 tokens", ENABLE, BOTH, CLIENTS,
          {"program": "fsdp", "model": "mistral-7b", "batch": batch}, (WAY[0], {"way": "enable"}), MS)
@@ -73,47 +77,53 @@ LINES: list[Line] = [
     ),
     ("DDP step of Llama 3.1 8B, AdamW, 1 x 2048 tokens", GROUP, "NCCL", CLIENTS,
      {"program": "ddp", "model": "llama-3.1-8b"}, WAY, MS),
-    ("GEMM 8192x8192x8192 and all-gather of 896 MB", COMMUNICATOR, COPIES, C3,
+    ("GEMM 8192x8192x8192 and all-gather of 896 MiB", COMMUNICATOR, COPIES, C3,
      {"gemm": "cb1", "bytes": 896 * MIB, "collective": GATHER}, PAIR, US),
-    ("GEMM 8192x8192x8192 and all-to-all of 896 MB", COMMUNICATOR, COPIES, C3,
+    ("GEMM 8192x8192x8192 and all-to-all of 896 MiB", COMMUNICATOR, COPIES, C3,
      {"gemm": "cb1", "bytes": 896 * MIB, "collective": EXCHANGE}, PAIR, US),
     *(
         (f"{LABELS[kind]} of {size(nbytes)}, CUDA graph", COMMUNICATOR, KERNELS, f"h200x2/{of_collectives.NEWEST}",
          {"launch": "graph", "collective": kind, "bytes": nbytes, "in_place": kind == REDUCED}, CALL, US)
-        for kind, nbytes in ((REDUCED, 64 * KIB), (EXCHANGE, MIB), (SCATTERED, 64 * MIB), (REDUCED, 256 * MIB))
+        for kind, nbytes in ((REDUCED, 64 * KIB), (EXCHANGE, MIB), (REDUCED, 256 * MIB))
     ),
 ]  # fmt: skip
 
 
 def headline() -> Cells:
-    """Return a line for each question of a user: one row of a file, and the best of the other side there."""
-    cells = [["what", "door", "moved by", "the other side", "Sidelane", "times as fast", "measured"]]
-    for what, door, by, file, where, sides, (column, unit) in LINES:
+    """Return a line for each question of a user: one row of a file, and the best of the baseline there."""
+    cells = [["what", "entry point", "moved by", "baseline", "Sidelane", "times as fast", "measured"]]
+    for what, entry, by, file, where, sides, (column, unit) in LINES:
         both = [best(rows_of(file), {**where, **side}, column) for side in sides]
         assert all(both), f"{file} lacks a row of {where}"
         faster = f"**{ratio(rows_of(file), where, *sides, column)}**", run(file, {**where, **sides[1]})
-        cells.append([what, door, by, *(f"{short(one)} {unit}" for one in both), *faster])
+        cells.append([what, entry, by, *(f"{short(one)} {unit}" for one in both), *faster])
     return cells
 
 
 def over_all_sizes() -> Cells:
-    """Return geometric means of collectives on two and four H200s."""
-    newest = of_collectives.by_size("h200x2", "collectives", newest=True)
-    four = of_collectives.by_size("h200x4", *of_collectives.LISTS)
-    files = [of_collectives.NEWEST] * 2 + [f"{kind}.json" for kind in of_collectives.LISTS for _ in of_collectives.WAYS]
-    lines = [(line, "two H200s", "h200x2") for line in newest[1:]] + [(line, "four", "h200x4") for line in four[1:]]
-    return [
-        [*newest[0], "measured"],
-        *(
-            [f"{line[0]}, {where}", *line[1:], run(f"{machine}/{file}")]
-            for (line, where, machine), file in zip(lines, files, strict=True)
-        ),
-    ]
+    """Return geometric means of collectives, by machine, with each kind of call that loses somewhere."""
+    cells: Cells = []
+    for machine, *kinds in (
+        ("h200x2", NEWEST, "broadcasts"),
+        ("h200x4", *of_collectives.LISTS),
+        ("h100x2", "collectives"),
+    ):
+        for kind in kinds:
+            head, *lines = of_collectives.by_size(machine, kind)
+            cells = cells or [[*head, "measured"]]
+            cells += [[f"{one[0]}, {MACHINES[machine]}", *one[1:], run(f"{machine}/{kind}.json")] for one in lines]
+    return cells
 
 
 def beside_a_gemm() -> Cells:
-    """Return percents of ideal over all pairs of two files: their mean, the worst and the best."""
-    cells = [["percent of ideal beside a GEMM", "pairs", "NCCL, its best setting for each pair", "`auto`", "measured"]]
+    """Return percents of ideal over all pairs of two files: their mean, the worst and the best.
+
+    NCCL has the best of its settings for each pair, in one column the two that are first, in another one all of them.
+    What a file lacks is named there.
+    """
+    first, further = (" and ".join(names) for names in (list(SETTINGS)[:2], list(SETTINGS)[2:]))
+    heads = f"NCCL, the best of {first}", f"also of {further}"
+    cells = [["percent of ideal beside a GEMM", "pairs", *heads, "`auto`", "measured"]]
     for file in ("h200x2/c3.json", "h200x4/c3.json"):
         rows = [row for row in rows_of(file) if is_possible(row)]
         for kind in (GATHER, EXCHANGE):
@@ -123,10 +133,21 @@ def beside_a_gemm() -> Cells:
                     ways = pairs.setdefault((row["gemm"], row["bytes"]), {})
                     ways[row["strategy"]] = max(row["percent_of_ideal"], ways.get(row["strategy"], -1e9))
             both = [ways for ways in pairs.values() if {"auto", "nccl_ce"} <= ways.keys()]
-            nccl = [max(value for way, value in ways.items() if way in BY_NCCL) for ways in both]
-            words = _spread(nccl), f"**{_spread([ways['auto'] for ways in both])}**"
+            words = (
+                _nccl(both, *list(SETTINGS)[:2]),
+                _nccl(both, *SETTINGS),
+                f"**{_spread([w['auto'] for w in both])}**",
+            )
             cells.append([f"{LABELS[kind]}, {MACHINES[file.partition('/')[0]]}", str(len(both)), *words, run(file)])
     return cells
+
+
+def _nccl(pairs: Sequence[dict[str, float]], *settings: str) -> str:
+    """Return the best of some settings, or the names of those that a pair lacks."""
+    if lacking := [name for name in settings if not all(ways.keys() & SETTINGS[name] for ways in pairs)]:
+        return f"{', '.join(lacking)}: not measured"
+    wanted = set().union(*(SETTINGS[name] for name in settings))
+    return _spread([max(percent for way, percent in ways.items() if way in wanted) for ways in pairs])
 
 
 def _spread(percents: Sequence[float]) -> str:

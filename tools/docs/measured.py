@@ -114,9 +114,9 @@ def size(nbytes: int) -> str:
     """Return a size in powers of two, as pages write it.
 
     >>> size(65536), size(1 << 30)
-    ('64 KB', '1 GB')
+    ('64 KiB', '1 GiB')
     """
-    for unit, name in ((GIB, "GB"), (MIB, "MB"), (KIB, "KB")):
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:g} {name}"
     return f"{nbytes} bytes"

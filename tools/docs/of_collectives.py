@@ -47,21 +47,21 @@ GROUP: Where = {"implementation": ("nccl", "nccl_ce"), "variant": ("", "window")
 
 
 CLASSES = {
-    "below 1 MB": (0, MIB),
-    "1 to 32 MB": (MIB, 32 * MIB + 1),
+    "below 1 MiB": (0, MIB),
+    "1 to 32 MiB": (MIB, 32 * MIB + 1),
     "above": (32 * MIB + 1, 1 << 60),
     "all": (0, 1 << 60),
 }
 
 
-def by_size(machine: str, *kinds: str, newest: bool = False) -> Cells:
+def by_size(machine: str, *kinds: str) -> Cells:
     """Return geometric means, by size class, of how many times as fast ``auto`` is as the best of NCCL and PyTorch.
 
-    Each way to call that was measured counts once. Kinds are ``collectives``, ``broadcasts`` and ``lists``.
+    Each way to call that was measured counts once. Kinds are names of files.
     """
     cells = [["times as fast", *CLASSES, "slower by 2%"]]
     for kind, launch in itertools.product(kinds, WAYS):
-        points = ratios(rows_of(f"{machine}/{NEWEST if newest else f'{kind}.json'}"))
+        points = ratios(rows_of(f"{machine}/{kind}.json"))
         if kind == "lists":  # broadcasts beside others are older: they are measured apart (tools/measure_node.py)
             points = {key: value for key, value in points.items() if key[0] != BROADCAST}
             points |= ratios(row for row in rows_of(f"{machine}/broadcasts.json") if row["tensors"] != 1)
@@ -71,7 +71,7 @@ def by_size(machine: str, *kinds: str, newest: bool = False) -> Cells:
         classes = [[v for k, v in values.items() if least <= k[1] < most] for least, most in CLASSES.values()]
         means = [two(geometric_mean(one)) if one else "" for one in classes]
         slower = f"{sum(value < 1 / 1.02 for value in values.values())} of {len(values)}"
-        cells.append([f"{LISTS[kind]}{WAYS[launch]}", *means[:-1], f"**{means[-1]}**", slower])
+        cells.append([f"{LISTS.get(kind, '')}{WAYS[launch]}", *means[:-1], f"**{means[-1]}**", slower])
     return cells
 
 
@@ -168,7 +168,7 @@ def by_implementation() -> Cells:
         times = [best(rows, {**where, **column}) for column in columns.values()]
         least = min(time for time in times if time is not None)
         shown = [f"**{short(time)}**" if time == least else short(time) for time in times]
-        label = LABELS[kind] + ", " + size(nbytes).replace("B", "iB")
+        label = LABELS[kind] + ", " + size(nbytes)
         if kind in (GATHER, REDUCED):
             label += ", in place" if place == IN else ", out of place"
         cells.append([label + (", in a graph" if launch == GRAPH else ""), *shown])

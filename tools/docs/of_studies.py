@@ -95,9 +95,7 @@ def energies(kinds: Sequence[str]) -> Cells:
                 found = [best(rows, {**where, **column}, "energy_mj") for column in columns.values()]
                 known = [one for one in found if one is not None]
                 if known:
-                    label = (
-                        f"{LABELS[kind]}, {size(nbytes).replace('B', 'iB')}, {'in' if place == IN else 'out of'} place"
-                    )
+                    label = f"{LABELS[kind]}, {size(nbytes)}, {'in' if place == IN else 'out of'} place"
                     cells.append([label, *(f"**{one:.0f}**" if one == min(known) else whole(one) for one in found)])
     used = [column for column in range(len(cells[0])) if not column or any(line[column] for line in cells[1:])]
     return [[line[column] for column in used] for line in cells]

@@ -72,8 +72,8 @@ NEXT = (
 OVERLAP_NOTE = (
     "100: both at once take as long as the longer of the two alone, by the fastest collective that was measured. 0: as "
     "long as one after the other. Below 0: longer than that. The paper's own column counts by RCCL's collective. On "
-    "H200 the tensors are in symmetric memory. Eight pairs of a GEMM and a collective of 512 and 896 MiB on H200, "
-    "thirty on MI300X."
+    "H200 the tensors are in symmetric memory, and NCCL's priority and partitions were not measured. Eight pairs of a "
+    "GEMM and a collective of 512 and 896 MiB on H200, thirty on MI300X."
 )
 
 PREDICTED, MEASURED_LIKE = "mi300x8", "h200x4"
