@@ -173,6 +173,7 @@ def test_norms(group: dist.ProcessGroup) -> None:
 def test_norms_of_many_bytes_through_host_memory_are_the_servers(group: dist.ProcessGroup) -> None:
     weight = torch.ones(HOST_CELLS_BYTES // 64)
     with mock.patch.object(CpuBackend, "peers", PeerMemory(True, "a test")), made(group) as served:
+        assert [served.fuses(tokens) for tokens in (1, 8, 9)] == [True, True, False]
         for x in (torch.ones(tokens, len(weight)) for tokens in (8, 16, 17)):
             found = served.all_reduce_rms_norm(x, x, weight, 1e-6)
             assert (found is not None) == served.normalises(x, weight) == (len(x) < 17)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane.ops.handle import INTERPRETED, is_captured, power_of_two
+from sidelane.ops.operator import host_objection
 from sidelane.ops.rms_norm import MOST_ROW_BYTES, MOST_TOKENS, all_reduce_rms_norm, is_worth_it
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
@@ -26,7 +27,6 @@ from sidelane.sizes import format_bytes
 SUMMED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 """Dtypes of sums between ranks."""
 
-_NORMALISED = SUMMED[:3]
 _MOST_FUSED_RANKS = 8
 
 _SUSPENDED = "suspended"
@@ -166,7 +166,7 @@ class ServerGroup:
         """Return whether :meth:`all_reduce_rms_norm` takes a sum [tokens, hidden] and a weight [hidden]."""
         return (
             self.fuses()
-            and self.takes(x, weight, dtypes=_NORMALISED)
+            and self.takes(x, weight, dtypes=SUMMED[:3])
             and x.dim() == 2
             and x.dtype == weight.dtype
             and x.shape[0] <= MOST_TOKENS
@@ -191,11 +191,15 @@ class ServerGroup:
         self._prepared.add(kind)
         return all_reduce_rms_norm(self._counted("all_reduce_rms_norm"), x, residual, weight, eps=eps, **tensors)
 
-    def fuses(self) -> bool:
-        """Return whether :meth:`all_reduce_rms_norm` takes sums: kernels run here, and their bits may differ."""
+    def fuses(self, tokens: int = 1) -> bool:
+        """Return whether :meth:`all_reduce_rms_norm` takes sums of so many tokens: kernels run here, bits may differ.
+
+        Through host memory so many rows of 8,192 numbers, 16 KiB each, have to be few enough.
+        """
         return (
             self.comm is not None
             and not self._batch_invariant
+            and not (self.comm.backend.peers.through_host and host_objection(self.comm.world_size, tokens << 14))
             and self.comm.world_size <= _MOST_FUSED_RANKS
             and (self.comm.device.type == "cuda" or INTERPRETED)
         )

@@ -182,7 +182,9 @@ def _fuses(original: Callable[[int], bool], batch_size: int) -> bool:
     if is_off or is_dp_attention_enabled() or not 0 < batch_size <= MOST_TOKENS:
         return original(batch_size)
     served = [(group.world_size, _of(group, sums=True)) for group in _groups()]
-    return original(batch_size) or all(size == 1 or (each is not None and each.fuses()) for size, each in served)
+    return original(batch_size) or all(
+        size == 1 or (each is not None and each.fuses(batch_size)) for size, each in served
+    )
 
 
 def _norm(original: Callable[..., Any], **given: Any) -> Any:
@@ -190,7 +192,7 @@ def _norm(original: Callable[..., Any], **given: Any) -> Any:
 
     x, weight, is_attention = given["input_tensor"], given["weight"], given.get("use_attn_tp_group", True)
     served = _of(_groups()[not is_attention], sums=True)
-    if served is None or not (served.normalises(x, weight) or (served.fuses() and not fuses.__wrapped__(len(x)))):
+    if served is None or not (served.normalises(x, weight) or (served.fuses(len(x)) and not fuses.__wrapped__(len(x)))):
         return original(**given)  # FlashInfer's
     group = "attention" if is_attention else "experts"
     return norm_operator("sglang", _group_norms)(x, given["residual"], weight, given.get("eps", 1e-6), group, None)[:2]
