@@ -190,10 +190,10 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     assert judged is not None
     verdicts = {one.heuristic: one for one in judged.rows if isinstance(one, HeuristicRow)}
     assert verdicts["auto"].seen and verdicts["auto"].lost_percent is not None and verdicts["auto"].note
-    assert verdicts["launch_order"].chosen in ("c3_base", "c3_sp")
+    assert verdicts["launch_order"].chosen in ("compute_first", "collective_first")
     assert verdicts["partition"].time_us is None and verdicts["partition"].note == "no partition was run"
     refused = {one.means: one.note for one in rows if one.what == "pair" and one.time_us is None}
-    assert set(refused) == {"c3_rp", "c3_sp_rp", "conccl_rp"} and "green contexts" in refused["c3_rp"]
+    assert set(refused) == {"c3_rp", "c3_sp_rp", "conccl_rp", "conccl_sums"} and "green contexts" in refused["c3_rp"]
 
 
 def test_the_heuristic_is_held_against_a_sweep(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_the_heuristic_is_held_against_a_sweep(tmp_path: Path) -> None:
     ways = [SimpleNamespace(implementation="nccl", label="nccl", in_place=False)]
     strategies = [named(name) for name in ("serial", "c3_rp", "conccl_rp")]
     times = {GEMM: [1400.0], "nccl": [2000.0], "serial: nccl": [3400.0]}
-    times |= {f"c3_rp: nccl, {units} units": [us] for units, us in ((8, 2750.0), (16, 2500.0), (64, 2600.0))}
+    times |= {f"partition: nccl, {units} units": [us] for units, us in ((8, 2750.0), (16, 2500.0), (64, 2600.0))}
     given = (ways, strategies, times, {}, {}, {"c3_rp": (8, 16, 64)})
     of_sweep = functools.partial(judge, workload, *given)
     notes = {row.strategy: row.note for row in of_sweep(known).rows}

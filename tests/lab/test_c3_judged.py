@@ -64,14 +64,14 @@ def test_every_heuristic_is_right_or_loses() -> None:
     found = verdicts(SWEEP)
     assert tuple(found) == tuple(RULES)
     order = found[LAUNCH_ORDER]
-    assert (order.chosen, order.best, order.right, order.lost_percent) == ("c3_sp", "c3_sp", True, 0.0)
+    assert (order.chosen, order.best, order.right, order.lost_percent) == ("collective_first", "collective_first", True, 0.0)
     assert order.note == "fewest workgroups first: all_gather (32), gemm (4096)"
     assert found[LAUNCH_ORDERS].lost_percent is None and found[LAUNCH_ORDERS].note == "pairs only"
     # 8 units: max(1000 x 1.1, 700 x 2); 64: 1000 x 1.9.
-    assert (found[PARTITION].chosen, found[PARTITION].right) == ("c3_rp 8", True)
-    assert (found[SPARED].chosen, found[SPARED].best) == ("conccl", "conccl")
+    assert (found[PARTITION].chosen, found[PARTITION].right) == ("partition 8", True)
+    assert (found[SPARED].chosen, found[SPARED].best) == ("copy_engines", "copy_engines")
     assert "compute-bound" in found[SPARED].note
-    assert (found[CHOICE].chosen, found[CHOICE].time_us) == ("conccl", 1060.0)
+    assert (found[CHOICE].chosen, found[CHOICE].time_us) == ("copy_engines", 1060.0)
     assert all(verdict.seen for verdict in found.values())
 
 
@@ -84,7 +84,7 @@ def test_what_is_lost() -> None:
     slow = {**TIMES, ("c3_base", 0): 1330.0, ("c3_rp", 64): 1360.0, ("conccl_rp", 8): 1000.0}
     found = verdicts(dataclasses.replace(SWEEP, times_us=slow))
     assert found[LAUNCH_ORDER].lost_percent == pytest.approx(100 * (1400 / 1330 - 1)) and not found[LAUNCH_ORDER].right
-    assert (found[PARTITION].best, found[PARTITION].lost_percent) == ("c3_rp 64", pytest.approx(25))
+    assert (found[PARTITION].best, found[PARTITION].lost_percent) == ("partition 64", pytest.approx(25))
     assert [found[name].lost_percent for name in (SPARED, CHOICE)] == pytest.approx([6, 6])
     nearly = {**TIMES, ("conccl_rp", 8): 1056.0}
     assert verdicts(dataclasses.replace(SWEEP, times_us=nearly))[CHOICE].right, "0.4% is nothing"
@@ -92,7 +92,7 @@ def test_what_is_lost() -> None:
 
 def test_a_small_gemm_goes_first() -> None:
     found = verdicts(dataclasses.replace(SWEEP, kernels=(KernelDemand("gemm", 4), KernelDemand("all_gather", 32))))
-    assert found[LAUNCH_ORDER].chosen == "c3_base" and not found[LAUNCH_ORDER].right
+    assert found[LAUNCH_ORDER].chosen == "compute_first" and not found[LAUNCH_ORDER].right
 
 
 def test_three_kernels() -> None:
@@ -153,7 +153,7 @@ def test_a_result_file_from_end_to_end(tmp_path: Path) -> None:
     rows = [one for one in found.rows if isinstance(one, HeuristicRow)]
     assert [one.heuristic for one in rows] == list(RULES) and found.device == "NVIDIA H200"
     chosen = {one.heuristic: (one.chosen, one.right) for one in rows}
-    assert chosen[CHOICE] == ("conccl", True) and chosen[PARTITION] == ("", None), "no table of nccl by units"
+    assert chosen[CHOICE] == ("copy_engines", True) and chosen[PARTITION] == ("", None), "no table of nccl by units"
     assert "no third kernel" in next(one.note for one in rows if one.heuristic == LAUNCH_ORDERS)
     write(files["c3"], dataclasses.replace(read(files["c3"]), rows=(*ROWS, row("sm_rp", None, correct=False))))
     judged = CliRunner().invoke(main, [*given, "--json", str(tmp_path / "judged.json")])
@@ -170,7 +170,7 @@ def test_a_described_machine(machine: str) -> None:
     rows = [one for one in results.rows if isinstance(one, HeuristicRow)]
     assert len(rows) == 30 * len(RULES) and all(one.note for one in rows)
     by = {name: [one for one in rows if one.heuristic == name] for name in RULES}
-    assert {one.chosen for one in by[CHOICE]} == {"conccl"} and sum(bool(one.right) for one in by[PARTITION]) >= 24
+    assert {one.chosen for one in by[CHOICE]} == {"copy_engines"} and sum(bool(one.right) for one in by[PARTITION]) >= 24
     assert sum(bool(one.right) for one in by[PARTITIONS]) >= 20
     assert max(one.lost_percent or 0.0 for one in by[PARTITIONS]) < 7
     assert all(one.right for one in by[SPARED]), "strategies and heuristic go by one definition of memory-bound"

@@ -166,8 +166,8 @@ class C3Options(PairOptions):
 
     Strategies: copy_engines is Sidelane on copy engines, nccl_copy_engines NCCL on copy engines. kernels_ begins those
     of Sidelane's kernels; the others have the library's: compute_first and collective_first say what is launched first,
-    and partition gives the collective compute units of its own. Result files have the papers' codes, which --strategy
-    takes, too. docs/guide/overlap.md has all.
+    and partition gives the collective compute units of its own. Rows of pairs in files have the papers' codes, which
+    --strategy takes, too; the heuristics' have names. docs/guide/overlap.md has all.
     """
 
     study = "c3"

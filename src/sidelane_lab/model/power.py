@@ -366,7 +366,7 @@ def _pair_draw(
     operating = compute_us(machine, gemm) / gemm_us
     streaming = traffic_bytes(machine, gemm) / (machine.gpu.memory_gbps * 1e3) / gemm_us
     return PairDraw(
-        strategy.code,
+        strategy.name,
         time_us,
         gemm_us,
         collective_us,

@@ -65,8 +65,8 @@ class HeuristicRow(FlatRow):
         gemm: GEMM as in :class:`C3Row`.
         bytes: bytes of the collective as in :class:`C3Row`.
         seen: True if the GEMM was profiled.
-        chosen: choice of the heuristic, in words.
-        best: best choice of the sweep.
+        chosen: choice of the heuristic, in words: the name of a strategy, the paper's code in files of November 2026.
+        best: best choice of the sweep, in the same words.
         time_us: time under the heuristic's choice.
         best_us: time under the best choice.
         lost_percent: share of time that the choice loses.
@@ -215,7 +215,7 @@ def _judged(reason: str, chosen: Way, times: Mapping[Way, float]) -> Judged:
 
 
 def _words(way: Way) -> str:
-    return way[0] + (f" {way[1]}" if way[1] else "")
+    return named(way[0]).name + (f" {way[1]}" if way[1] else "")
 
 
 LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, PARTITIONS = "launch_order", "launch_order_3", "partition", "partition_3"

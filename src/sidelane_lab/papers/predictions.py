@@ -52,7 +52,7 @@ def _draw_pairs(options: C3Options, machine: Machine, rows: Sequence[C3Row], fol
     workload = table_ii_workload(options.workloads[-1], COLLECTIVES[-1])
     for strategy in ("c3_base", "c3_sp", "conccl"):
         timeline = predict(machine, workload, strategy, record=True).timeline
-        write_timeline(timeline, f"{workload.name} under {strategy}", folder, f"timeline-{strategy}")
+        write_timeline(timeline, f"{workload.name} under {named(strategy).name}", folder, f"timeline-{strategy}")
 
 
 def collective_main(machine_name: str, options: CollectiveOptions) -> None:
@@ -143,11 +143,11 @@ def averages_table(pairs: PairReadings) -> Table:
     """Make a table of percent of ideal by group, from mean speedups."""
     lines = []
     for strategy in [name for name in next(iter(pairs.rows.values())) if name != SERIAL]:
-        cells = [strategy, f"{pairs.mean_speedup(strategy):.2f}", f"{pairs.percent(strategy):.0f}"]
+        cells = [named(strategy).name, f"{pairs.mean_speedup(strategy):.2f}", f"{pairs.percent(strategy):.0f}"]
         cells += [f"{pairs.percent(strategy, kind):.0f}" for kind in COLLECTIVES]
         cells += [f"{pairs.percent(strategy, None, c3_class):.0f}" for c3_class in C3Class]
         lines.append(Line(tuple(cells)))
-    best = [Line(("c3_best", "", f"{pairs.best_percent(library_strategies()):.0f}", "", "", "", "", ""))]
+    best = [Line(("best of the library's", "", f"{pairs.best_percent(library_strategies()):.0f}", "", "", "", "", ""))]
     columns = ("<strategy", "mean\nspeedup", "all", *(str(kind) for kind in COLLECTIVES), *(str(c) for c in C3Class))
     note = f"{len(TABLE_II)} pairs with {len(COLLECTIVES)} collectives; predicted"
     return Table("Percent of ideal by group", columns, (*lines, *best), (note,))

@@ -196,9 +196,10 @@ def measured(times: Mapping[str, float], objection: str = "") -> tuple[PairOutco
 
 
 def test_a_sweep_keeps_its_best_and_the_fastest_call() -> None:
-    outcome, asked = measured({"c3_rp: second, 8": 90.0, "c3_rp: second, 16": 70.0, "rp": 80.0, "second": 50.0})
+    outcome, asked = measured({"partition: second, 8": 90.0, "partition: second, 16": 70.0, "partition": 80.0, "second": 50.0})
     assert asked[0] == ["first", "second", "engines"], "compared alone before anything is swept"
-    assert [label for label in asked[-1] if "c3_rp" in label] == ["c3_rp: second, 8 units", "c3_rp: second, 16 units"]
+    swept = [label for label in asked[-1] if label.startswith("partition")]
+    assert swept == ["partition: second, 8 units", "partition: second, 16 units"]
     found = {row.strategy: (row.note, row.units, row.time_us) for row in outcome.rows}
     assert found["c3_rp"] == ("second", 16, 70.0)
     assert found["conccl_rp"] == ("engines", 8, 80.0)

@@ -326,7 +326,7 @@ class PairOutcome:
 
 def pair_label(strategy: Strategy, configuration: Configuration, units: int = 0) -> str:
     """Name of a strategy with one configuration, and with units taken from the GEMM, among the times."""
-    return f"{strategy.code}: {configuration.label}" + (f", {units} units" if units else "")
+    return f"{strategy.name}: {configuration.label}" + (f", {units} units" if units else "")
 
 
 def judge(

@@ -30,7 +30,7 @@ from sidelane_lab.pairs.spans import Trace
 from sidelane_lab.pairs.workload import Workload
 from sidelane_lab.sim import Interval, write_chrome_trace
 from sidelane_lab.studies.c3.prediction import compare, draw_groups, speedups
-from sidelane_lab.studies.c3.rows import C3Row, too_few_cores
+from sidelane_lab.studies.c3.rows import C3Row, name_of_code, too_few_cores
 
 PAIRS_A_PICTURE = 4
 
@@ -155,7 +155,7 @@ def write_trace(folder: Path, workload: Workload, meter: Everyones, writes: bool
         workload: the pair.
         meter: see there.
         writes: this rank does.
-        strategy: name.
+        strategy: code.
         trace: of this rank.
     """
     ends = [moment for span in (*trace.gemms, *trace.collectives) for moment in span]
@@ -169,7 +169,7 @@ def write_trace(folder: Path, workload: Workload, meter: Everyones, writes: bool
         intervals.append(Interval(group, "communication", str(workload.collective), begins, ends_at))
     name = _name(workload.name, strategy)
     write_chrome_trace(folder / f"{name}.trace.json", intervals)
-    draw_timeline(intervals, f"{workload.name} under {strategy}, measured", folder, name)
+    draw_timeline(intervals, f"{workload.name} under {name_of_code(strategy)}, measured", folder, name)
 
 
 def traced(folder: Path, rows: Sequence[C3Row], page: Path) -> list[Picture]:
@@ -195,8 +195,9 @@ def traced(folder: Path, rows: Sequence[C3Row], page: Path) -> list[Picture]:
             for file in files:
                 if file.parent.resolve() != page.resolve():
                     shutil.copy(file, page / file.name)
-            text = f"When the GEMM and the collective of {pair} ran under {strategy}, on every rank."
-            pictures.append(Picture(name, f"{pair} under {strategy}", text))
+            under = f"under {name_of_code(strategy)}"
+            text = f"When the GEMM and the collective of {pair} ran {under}, on every rank."
+            pictures.append(Picture(name, f"{pair} {under}", text))
     return pictures
 
 

@@ -111,7 +111,16 @@ def strategy_of(row: C3Row) -> Strategy | None:
 
 def name_of(row: C3Row) -> str:
     """Return the name of a row's strategy, as callers write it."""
-    return found.name if (found := strategy_of(row)) else row.strategy
+    return name_of_code(row.strategy)
+
+
+def name_of_code(code: str) -> str:
+    """Return the name of a strategy that a file names by its code, the text itself where it is none.
+
+    >>> name_of_code("c3_sp"), name_of_code("auto")
+    ('collective_first', 'auto')
+    """
+    return next((strategy.name for strategy in strategies() if strategy.code == code), code)
 
 
 def spread_percent(row: Any, rows: object) -> str:

@@ -16,6 +16,7 @@ from sidelane_lab.harness.table import Line, Table, grouped, notes_of, number, w
 from sidelane_lab.pairs.heuristics import class_of, expected_time_us, is_latency_bound, units_for, units_to_spare
 from sidelane_lab.pairs.isolated import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, Isolated, isolated_of
 from sidelane_lab.pairs.workload import Workload
+from sidelane_lab.studies.c3.rows import name_of_code
 
 ISOLATED = ("gemm", "collective", "memory", "beside", "pair", "counters")
 Key = tuple[object, ...]
@@ -162,7 +163,7 @@ PAIR_COLUMNS: Mapping[str, Cell] = {
     "<collective": "collective",
     "bytes": "bytes",
     "<implementation": "implementation",
-    "<strategy": "means",
+    "<strategy": lambda row, rows: name_of_code(row.means),
     "units": "units",
     "together\nus": "time_us",
     "speedup": _speedup,
@@ -174,7 +175,7 @@ def _beside(rows: Sequence[IsolatedRow]) -> Table:
 
 
 def _pairs(rows: Sequence[IsolatedRow]) -> Table:
-    notes = notes_of([(row.means, row.note) for row in rows if row.time_us is None])
+    notes = notes_of([(name_of_code(row.means), row.note) for row in rows if row.time_us is None])
     shown = [row for row in rows if row.time_us is not None and _serial_us(row, rows) is not None]
     none: dict[str, Any] = {"value": None, "noted": lambda row: False}
     return table_of("pairs under strategies", shown, PAIR_COLUMNS, keys=5, notes=notes, **none)
