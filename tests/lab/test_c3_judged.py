@@ -64,7 +64,12 @@ def test_every_heuristic_is_right_or_loses() -> None:
     found = verdicts(SWEEP)
     assert tuple(found) == tuple(RULES)
     order = found[LAUNCH_ORDER]
-    assert (order.chosen, order.best, order.right, order.lost_percent) == ("collective_first", "collective_first", True, 0.0)
+    assert (order.chosen, order.best, order.right, order.lost_percent) == (
+        "collective_first",
+        "collective_first",
+        True,
+        0.0,
+    )
     assert order.note == "fewest workgroups first: all_gather (32), gemm (4096)"
     assert found[LAUNCH_ORDERS].lost_percent is None and found[LAUNCH_ORDERS].note == "pairs only"
     # 8 units: max(1000 x 1.1, 700 x 2); 64: 1000 x 1.9.
@@ -170,7 +175,9 @@ def test_a_described_machine(machine: str) -> None:
     rows = [one for one in results.rows if isinstance(one, HeuristicRow)]
     assert len(rows) == 30 * len(RULES) and all(one.note for one in rows)
     by = {name: [one for one in rows if one.heuristic == name] for name in RULES}
-    assert {one.chosen for one in by[CHOICE]} == {"copy_engines"} and sum(bool(one.right) for one in by[PARTITION]) >= 24
+    assert {one.chosen for one in by[CHOICE]} == {"copy_engines"} and sum(
+        bool(one.right) for one in by[PARTITION]
+    ) >= 24
     assert sum(bool(one.right) for one in by[PARTITIONS]) >= 20
     assert max(one.lost_percent or 0.0 for one in by[PARTITIONS]) < 7
     assert all(one.right for one in by[SPARED]), "strategies and heuristic go by one definition of memory-bound"

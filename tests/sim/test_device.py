@@ -26,6 +26,14 @@ def test_workgroups_run_in_waves(workgroups, waves):
     assert run_device(QUIET, [tiled(workgroups)]).time_us == pytest.approx(100.0 * waves)
 
 
+def test_runs_are_remembered_by_what_they_depend_on():
+    kernels = [gang(us=301.0), tiled(4 * UNITS, traffic=1.5e6)]
+    run, other = (run_device(one, kernels) for one in (QUIET, QUIET.with_value("dma.copy_us", 77.0)))
+    changed = [QUIET.with_value(name, 0.5) for name in ("matmul.memory_efficiency", "interference.kernels")]
+    changed.append(QUIET.with_value("gpu.units", UNITS - 8))
+    assert other is run and all(run_device(one, kernels).time_us != run.time_us for one in changed)
+
+
 def test_losing_64_units_costs_27_percent_of_many_waves():
     whole = run_device(QUIET, [tiled(240 * 304)]).time_us
     part = run_device(QUIET, [tiled(240 * 304, limit=240)]).time_us
@@ -34,8 +42,7 @@ def test_losing_64_units_costs_27_percent_of_many_waves():
 
 def test_launched_first_a_gemm_starves_the_collective():
     run = run_device(QUIET, [tiled(4 * UNITS), gang()])
-    assert run.began_us["comm"] == pytest.approx(400.0)
-    assert run.time_us == pytest.approx(700.0)
+    assert run.began_us["comm"] == pytest.approx(400.0) and run.time_us == pytest.approx(700.0)
 
 
 def test_launched_first_the_collective_runs_at_full_speed_and_its_units_come_back():
@@ -60,8 +67,7 @@ def test_a_late_kernel_gets_its_share_at_the_first_wave():
 
 def test_a_partition_holds_for_the_whole_run():
     run = run_device(QUIET, [tiled(4 * UNITS, limit=UNITS - 32), gang(units=32, reserved=True)])
-    assert run.began_us["comm"] == 0.0
-    assert run.ended_us["comm"] == pytest.approx(300.0)
+    assert run.began_us["comm"] == 0.0 and run.ended_us["comm"] == pytest.approx(300.0)
     assert run.time_us == pytest.approx(500.0)  # 1216 in waves of 272
 
 

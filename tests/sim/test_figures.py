@@ -49,9 +49,7 @@ def values_of(claim_id: str) -> list[float]:
 
 def test_every_figure_and_table_of_the_papers_is_here() -> None:
     expected = {f"{paper}/{one}" for numbers in (NUMBERS, TABLES) for paper, some in numbers.items() for one in some}
-    assert set(FIGURES) == expected
-    assert sum(map(len, NUMBERS.values())) == 26
-    assert sum(map(len, TABLES.values())) == 4
+    assert set(FIGURES) == expected and sum(map(len, NUMBERS.values())) == 26 and sum(map(len, TABLES.values())) == 4
 
 
 def test_every_figure_that_a_claim_names_is_here() -> None:
@@ -70,8 +68,7 @@ def test_every_source_is_there_or_a_line_says_why_not(number: str, evaluated: di
     values, one = evaluated[number], FIGURES[number]
     known = {PUBLISHED: bool(one.claims), PREDICTED: bool(values.predicted), MEASURED: bool(values.measured)}
     assert all(known[source] or values.missing.get(source) for source in SOURCES)
-    assert set(one.claims) <= set(published())
-    assert (one.measure is None) == (one.study == "")
+    assert set(one.claims) <= set(published()) and (one.measure is None) == (one.study == "")
     assert bool(values.measured) == (one.measure is not None), "results/ has a file for each that can be measured"
     assert values.predicted, "there is a prediction of each"
     assert all("\n" not in line and len(line) < 150 for line in values.missing_lines())
@@ -145,8 +142,7 @@ def test_published_marks_are_those_of_the_claims(evaluated: dict[str, FigureValu
 
 def test_tables_have_the_words_of_the_claims() -> None:
     lines = figure_of("003/T1").lines
-    assert lines is not None
-    assert lines()["128K"] == published()["DM-T1-1"]["value"]
+    assert lines is not None and lines()["128K"] == published()["DM-T1-1"]["value"]
     assert lines()["256K"] == published()["DM-T1-2"]["value"]
     assert lines()["4G"] == published()["DM-T1-4"]["value"]
     classes = figure_of("000/T2").lines

@@ -24,6 +24,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.blocks import BlockFootprint, most_blocks, occupancy, share_of_speed
 from sidelane_lab.sim import Interval
@@ -172,6 +173,12 @@ def run_device(machine: Machine, kernels: Sequence[Tiled | Gang], *, record: boo
         ValueError: two of one name, an unknown name in ``after``, or a circle of them; a block that fits on no unit; a
             footprint on a machine without occupancy.
     """
+    return _run(machine, tuple(kernels), record)
+
+
+@remembered("gpu", "matmul.memory_efficiency", "interference", "occupancy", maxsize=8192)
+def _run(machine: Machine, kernels: tuple[Tiled | Gang, ...], record: bool) -> DeviceRun:
+    """Run kernels. Of a study's many calls most are repeated: GEMMs alone, pairs under one strategy after another."""
     names = [kernel.name for kernel in kernels]
     unknown = {name for kernel in kernels for name in kernel.after} - set(names)
     if len(set(names)) < len(names) or unknown:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from sidelane.program.caching import Once
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import MOVES, Broadcast, Copy, Engine, EngineKind, Move, Program, Reduce, Swap, spans
 from sidelane_lab.machines.network import NetworkRoute, way_between
@@ -48,12 +49,7 @@ class Resources:
         self._machine = machine
         self._index: dict[tuple[object, ...], int] = {}
         self._routes: dict[tuple[int, int], NetworkRoute] = {}
-        # Queues that serve the same peers in the same order do not disturb each other: those of ``striped``.
-        self._orders: dict[int, set[tuple[frozenset[int], ...]]] = {}
-        for queue in program.queues:
-            served = tuple(frozenset(s.rank for s in spans(c)) for c in queue.commands if isinstance(c, MOVES))
-            if queue.engine.kind is EngineKind.DMA and served:
-                self._orders.setdefault(queue.rank, set()).add(served)
+        self._orders = _orders_once(program)
 
     def demand(self, command: Move | Reduce, rank: int, engine: Engine, link_share: float = 1.0) -> Demand:
         """Return the demand of a command of a queue; ``link_share``: share of a link's bandwidth that it reaches."""
@@ -140,6 +136,8 @@ class Resources:
 
     def _latency_us(self, command: Move | Reduce) -> float:
         """Return the latency of the longest way that bytes of a command take between nodes; 0 inside of one."""
+        if self._machine.nodes == 1:
+            return 0.0
         ranks, node_of = [span.rank for span in spans(command)], self._machine.node_of
         pairs = {(a, b) for a in ranks for b in ranks if node_of(a) != node_of(b)}
         return max((self._route(a, b).latency_us for a, b in pairs), default=0.0)
@@ -159,7 +157,7 @@ class Resources:
     def _engine(self, rank: int, engine: Engine) -> int:
         dma = self._machine.dma
         engines = max(1, int(dma.engines))
-        undisturbed = len(self._orders.get(rank, ())) <= engines
+        undisturbed = self._orders.get(rank, 0) <= engines
         gbps = dma.engine_gbps * (1.0 if undisturbed else dma.shared_queues)
         return self._of(("engine", rank, engine.index % engines), gbps)
 
@@ -176,3 +174,19 @@ class Resources:
             self.capacities.append(gbps * BYTES_PER_US)
             self.names.append(" ".join(map(str, key)))
         return index
+
+
+def _orders(program: Program) -> Mapping[int, int]:
+    """Return how many orders of peers the engines of each rank have.
+
+    Queues that serve the same peers in the same order do not disturb each other: those of ``striped``.
+    """
+    found: dict[int, set[tuple[frozenset[int], ...]]] = {}
+    for queue in program.queues:
+        served = tuple(frozenset(s.rank for s in spans(c)) for c in queue.commands if isinstance(c, MOVES))
+        if queue.engine.kind is EngineKind.DMA and served:
+            found.setdefault(queue.rank, set()).add(served)
+    return {rank: len(orders) for rank, orders in found.items()}
+
+
+_orders_once = Once(_orders)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from sidelane.errors import SidelaneError
 from sidelane.execute.timeline import Interval
 from sidelane.program import ir
+from sidelane.program.caching import Once
 from sidelane_lab.machines.spec import HostThreads, Machine
 from sidelane_lab.sim.flows import VirtualTime
 from sidelane_lab.sim.fold import Fold
@@ -138,7 +139,11 @@ class _Simulation:
         self.machine, self.record = machine, record
         self.dma = machine.dma
         self.resources = Resources(machine, program, fold)
-        self.moves = {(queue.rank, queue.engine): self._demands(queue) for queue in program.queues}
+        if record or kernels or self.dma.next_copy_us:
+            self.moves = {(queue.rank, queue.engine): self._demands(queue) for queue in program.queues}
+        else:
+            every = zip(program.queues, _joined_once(program), strict=True)
+            self.moves = {(queue.rank, queue.engine): self._joined_demands(queue, parts) for queue, parts in every}
         self.time: VirtualTime[_Passing] = VirtualTime(self.resources.capacities, self._passed_bytes)
         self.timeline: list[Interval] = []
         self.stamps: dict[tuple[int, int], float] = {}
@@ -149,23 +154,18 @@ class _Simulation:
         self.finish_us = 0.0
         self.host_us = 0.0
 
+    def _joined_demands(self, queue: ir.Queue, parts: Sequence[_Joined]) -> dict[int, Demand]:
+        found: dict[int, Demand] = {}
+        for index, command, count, further in parts:
+            one = self.resources.demand(command, queue.rank, queue.engine)
+            found[index] = Demand(one.nbytes + further, one.weights, one.latency_us, count)
+        return found
+
     def _demands(self, queue: ir.Queue) -> dict[int, Demand]:
         found: dict[int, Demand] = {}
         kernel: KernelPart | None = None
-        first = 0
-        joins = not self.record and not self.kernels and not self.dma.next_copy_us
         for index, command in enumerate(queue.commands):
-            if (
-                joins
-                and first < index
-                and isinstance(command, ir.MOVES)
-                and _goes_on(queue.commands[index - 1], command)
-            ):
-                one = found[first]
-                nbytes, count = one.nbytes + next(ir.spans(command)).nbytes, one.commands + 1
-                found[first] = dataclasses.replace(one, nbytes=nbytes, commands=count)
-            elif isinstance(command, (*ir.MOVES, ir.Reduce)):
-                first = index
+            if isinstance(command, (*ir.MOVES, ir.Reduce)):
                 share = 1.0 if kernel is None else kernel.link_share
                 found[index] = self.resources.demand(command, queue.rank, queue.engine, share)
             elif self.kernels and isinstance(command, ir.Wait):
@@ -373,6 +373,29 @@ class _Simulation:
     def _note(self, group: str, lane: str, label: str, start: float, end: float) -> None:
         if self.record and end > start:
             self.timeline.append(Interval(group, lane, label, start, end))
+
+
+_Joined = tuple[int, ir.Move | ir.Reduce, int, int]
+"""Moves of neighbouring bytes, one right after another: index of the first, itself, their number, bytes of the others.
+"""
+
+
+def _joined(program: ir.Program) -> tuple[tuple[_Joined, ...], ...]:
+    """Return the moves of each queue, those joined that go on. They are the same on every machine."""
+    every = []
+    for queue in program.queues:
+        found: list[_Joined] = []
+        for index, command in enumerate(queue.commands):
+            if found and isinstance(command, ir.MOVES) and _goes_on(queue.commands[index - 1], command):
+                first, move, count, nbytes = found[-1]
+                found[-1] = first, move, count + 1, nbytes + next(ir.spans(command)).nbytes
+            elif isinstance(command, (*ir.MOVES, ir.Reduce)):
+                found.append((index, command, 1, 0))
+        every.append(tuple(found))
+    return tuple(every)
+
+
+_joined_once = Once(_joined)
 
 
 def _goes_on(before: ir.Command, command: ir.Command) -> bool:

@@ -196,7 +196,9 @@ def measured(times: Mapping[str, float], objection: str = "") -> tuple[PairOutco
 
 
 def test_a_sweep_keeps_its_best_and_the_fastest_call() -> None:
-    outcome, asked = measured({"partition: second, 8": 90.0, "partition: second, 16": 70.0, "partition": 80.0, "second": 50.0})
+    outcome, asked = measured(
+        {"partition: second, 8": 90.0, "partition: second, 16": 70.0, "partition": 80.0, "second": 50.0}
+    )
     assert asked[0] == ["first", "second", "engines"], "compared alone before anything is swept"
     swept = [label for label in asked[-1] if label.startswith("partition")]
     assert swept == ["partition: second, 8 units", "partition: second, 16 units"]
