@@ -17,6 +17,7 @@ import importlib.resources
 import json
 import re
 import statistics
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -51,9 +52,6 @@ AT_LEAST = "at least"
 
 OF_THE_MACHINE = "describes the paper's own machine"
 BY_CONSTRUCTION = "a count that programs have by construction; tests check it"
-METHOD = "how the paper measured"
-TAKEN_OVER = "a size or a number that our studies take over"
-PRIOR_WORK = "prior work on another machine"
 
 
 class PredictedStudies(Protocol):
@@ -210,6 +208,13 @@ def published() -> dict[str, dict[str, Any]]:
     """Return every claim by its id, with ``claim, value, unit, where, seed, conditions``."""
     entry = importlib.resources.files("sidelane_lab.papers") / "data" / "claims.json"
     return {claim["id"]: claim for claim in json.loads(entry.read_text(encoding="utf-8"))}
+
+
+def unjudged(paper: str) -> list[Claim[Any]]:
+    """Return the claims of a paper that no formula is about, with the reasons that ``data/unjudged.toml`` has."""
+    entry = importlib.resources.files("sidelane_lab.papers") / "data" / "unjudged.toml"
+    reasons: dict[str, dict[str, Any]] = tomllib.loads(entry.read_text(encoding="utf-8"))[paper]
+    return [Claim(claim_id, **texts) for claim_id, texts in reasons.items()]
 
 
 def matching(pattern: str) -> tuple[str, ...]:

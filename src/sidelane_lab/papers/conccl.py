@@ -27,14 +27,12 @@ from sidelane_lab.pairs.workload import TABLE_I, Bound, parse_gemm
 from sidelane_lab.papers import dma
 from sidelane_lab.papers.claims import (
     BY_CONSTRUCTION,
-    METHOD,
     OF_THE_MACHINE,
-    PRIOR_WORK,
-    TAKEN_OVER,
     Claim,
     ClaimReading,
     ClaimRole,
     Paper,
+    unjudged,
 )
 from sidelane_lab.papers.files import CLASSES, ResultFile
 from sidelane_lab.papers.measurements import FIFTH, PairReadings, UnitReadings
@@ -259,41 +257,15 @@ def claims() -> list[Claim[C3Context]]:
         Claim("CC-08", inp, lambda c: _steps(c.machine), BY_CONSTRUCTION),
     ]
     found += [Claim(f"C3-T2-{name.replace('_', '-')}", fit, pairs(_class_of(name))) for name in TABLE_II]
-    found += [
-        Claim(
-            "C3-HW-08", measured=OF_THE_MACHINE, given="a switch: --version says which version of the paper is followed"
-        ),
-        Claim(
-            "C3-TAX-01",
-            measured="a definition, which our studies share",
-            given="pairs.workload.COMPARABLE is this number",
-        ),
-        Claim(
-            "C3-CU-06",
-            measured="the smallest partition is a property of the GPU; green contexts have 8 units, too",
-            given="model.strategies.partitions begins with it",
-        ),
+    return [
+        *found,
         Claim(
             "C3-CU-09",
             measured=classes(_units_to_gain, f"{ALL_CLASSES}; 0: no number of units makes them faster on average"),
             given="c3.partitions.SMALLEST_SHARE, the fewest that a sweep takes, is this number",
         ),
-        Claim("C3-HEU-03", measured=TAKEN_OVER, given="pairs.isolated.EFFICIENCY is this number"),
-        Claim("C3-HEU-04", measured=TAKEN_OVER, given="model.heuristic.PROFILED_GEMMS and PROFILED_SIZES are these"),
-        *(Claim(f"C3-T1-{tag}", measured=TAKEN_OVER, given="pairs.workload.TABLE_I holds it") for tag in TABLE_I),
-        Claim("C3-HW-02", measured=OF_THE_MACHINE, not_modelled="the description counts compute units, not dies"),
-        Claim(
-            "C3-HW-09",
-            measured=OF_THE_MACHINE,
-            not_modelled="a name, not a number: the soft interference term stands for cache and HBM together",
-        ),
-        Claim("C3-TAX-03", not_modelled="which pairs occur in which model is a property of the workloads"),
-        Claim("C3-MET-01", not_modelled=METHOD),
-        Claim("C3-MET-02", not_modelled="contradicts Table II"),
-        Claim("C3-DEF-01", not_modelled="a definition; PairReadings.percent follows it"),
-        *(Claim(f"C3-PRI-0{n}", not_modelled=PRIOR_WORK) for n in (1, 2)),
+        *unjudged("000"),
     ]
-    return found
 
 
 def pairs(read: Callable[[PairReadings], Any], differs: str = "") -> ClaimReading:

@@ -20,9 +20,7 @@ from sidelane_lab.model.study import SIZES
 from sidelane_lab.pairs.workload import parse_gemm
 from sidelane_lab.papers.claims import (
     BY_CONSTRUCTION,
-    METHOD,
     OF_THE_MACHINE,
-    TAKEN_OVER,
     TOLERANCE,
     Claim,
     ClaimReading,
@@ -30,6 +28,7 @@ from sidelane_lab.papers.claims import (
     Paper,
     matching,
     published,
+    unjudged,
 )
 from sidelane_lab.papers.files import ResultFile
 from sidelane_lab.papers.measurements import ChainReadings, CollectiveReadings, PhaseReadings, PowerReadings
@@ -258,12 +257,7 @@ def claims() -> list[Claim[DmaContext]]:
         # Those of all-to-alls were looked at when a swap and copies of other bytes were given times.
         role = tested if claim_id.startswith("DM-T1") else seen
         found.append(Claim(claim_id, role, _table_line(claim_id), measured, within=_not_refused, miss=miss))
-    found += [
-        Claim("DM-RG-01", measured=TAKEN_OVER, given="model.study.SIZES are these"),
-        Claim("DM-PW-03", not_modelled="the sizes that it holds for are not stated; DM-PW-04 and -05 are its parts"),
-        Claim("DM-PW-06", not_modelled=METHOD),
-    ]
-    return found
+    return [*found, *unjudged("003")]
 
 
 TABLE_MISSES = {

@@ -38,14 +38,12 @@ from sidelane_lab.model.operators import (
 )
 from sidelane_lab.model.workgroups import fused_figures
 from sidelane_lab.papers.claims import (
-    BY_CONSTRUCTION,
-    METHOD,
     OF_THE_MACHINE,
-    PRIOR_WORK,
     Claim,
     ClaimReading,
     ClaimRole,
     Paper,
+    unjudged,
 )
 from sidelane_lab.papers.files import BETWEEN_NODES, ResultFile
 from sidelane_lab.papers.measurements import FusedReadings, normalised_between_nodes
@@ -149,7 +147,6 @@ STRONGER = "the unfused baseline is the fastest kernel with the library's collec
 ONE_MACHINE = "two GPUs of one machine stand in for nodes, over sockets; the copies of the unfused way count"
 IN_A_NODE = "inside a node, not between nodes"
 PROGRAMS_WORDS = "programs on a unit, of 16, stand in for the occupancy"
-SIMULATED = "a size of the paper's simulation, which ours takes over"
 OPEN: dict[str, tuple[str, str, tuple[int, int]]] = {
     "FU-EMB-01": ("rows of a bag", "pooling", (40, 70)),
     "FU-EMB-02": ("rows of a bag", "pooling", (40, 70)),
@@ -248,25 +245,13 @@ def claims() -> list[Claim[FusedContext]]:
             miss="two equal nodes that send first do the same, whatever the bags: the model has no noise",
         ),
         Claim(
-            "FU-GRAN-01",
-            measured=BY_CONSTRUCTION,
-            given="bags of model.operators.Embedding(2048, 256, 70) over its slice_bags",
-        ),
-        Claim(
-            "FU-GRAN-02",
-            measured=BY_CONSTRUCTION,
-            given="model.operators.Embedding takes a slice's bags as an argument",
-        ),
-        Claim(
             "FU-SIM-01",
             ClaimRole.SEEN,
             lambda s: 100 * (1 - statistics.fmean(pass_ratios(named(DLRM_MACHINE)).values())),
             "there are no 128 nodes",
             miss="batches and tables of a node are not in the text, and twelve shapes that may be meant gain 11 to 49%",
         ),
-        *(Claim(f"FU-SIM-0{n}", not_modelled=SIMULATED) for n in (2, 3)),
-        Claim("FU-SIM-04", not_modelled=METHOD),
-        *(Claim(f"FU-PRI-0{n}", not_modelled=PRIOR_WORK) for n in (1, 2, 3)),
+        *unjudged("001"),
     ]
     return found
 
