@@ -7,7 +7,7 @@ import tempfile
 
 import lightning
 import torch
-from client import BACKEND, GPUS, RANKS, batches, enable, finish, model, sums
+from client import BACKEND, GPUS, RANKS, batches, finish, model, sums
 from lightning.pytorch.strategies import DDPStrategy
 
 
@@ -17,9 +17,6 @@ class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net, self.losses = model(), []
-
-    def on_train_start(self) -> None:
-        enable(self.trainer.strategy.model)
 
     def training_step(self, x: torch.Tensor, index: int) -> torch.Tensor:
         loss = (self.net(x) - x).square().mean()

