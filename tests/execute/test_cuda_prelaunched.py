@@ -2,31 +2,83 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from armed import Armed
 from cuda_world import MakeWorld, World, world_of
 from hip_world import hip_world
 from small_programs import programs
 
+from sidelane.collectives.backend_cuda import CudaBackend
 from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
 from sidelane.execute.cuda import streams
 from sidelane.execute.cuda.calls import HostWord, MemOps, StreamCall, StreamPlan, WaitEvent, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import plan_calls
+from sidelane.execute.cuda.trigger import CUDA_CHANNELS, CudaTrigger
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import EPOCH, Flag, Program
-from sidelane.program.transform import hold
+from sidelane.program.transform import held_by, hold, without_callers
 from sidelane_lab.sim.prelaunch import prelaunch
+
+
+class Armed:
+    """A program on all ranks, each of which waits for its trigger on a stream of the executor."""
+
+    def __init__(self, world: World, program: Program, ahead: Callable[[Program], Program] = hold) -> None:
+        self.world, program = world, ahead(program)
+        self.data = world.load(without_callers(program))
+        self.triggers: list[CudaTrigger] = []
+        self.addresses: list[int] = []
+        for rank, loaded in enumerate(self.data.ranks):
+            flag = held_by(program, rank)
+            assert flag is not None
+            self.addresses.append(loaded.addresses.flag(flag))
+            backend = SimpleNamespace(executor=world.executors[rank], channels=CUDA_CHANNELS)
+            self.triggers.append(CudaBackend.bind_trigger(backend, [(self.addresses[rank], EPOCH)], loaded))
+
+    def _ranks(self, ranks: Sequence[int] | None) -> Sequence[int]:
+        return range(self.world.world_size) if ranks is None else ranks
+
+    def arm(self, ranks: Sequence[int] | None = None) -> None:
+        self.world.epoch += 1
+        for rank in self._ranks(ranks):
+            executor = self.world.executors[rank]
+            executor.order(self.world.streams[rank].cuda_stream, executor.held_stream())
+            self.data.ranks[rank].run(self.world.epoch, (executor.held_stream(), False))
+
+    def fire(self, ranks: Sequence[int] | None = None, stream: int | None = None, *, follows: bool = True) -> None:
+        for rank in self._ranks(ranks):
+            handle = self.world.streams[rank].cuda_stream if stream is None else stream
+            self.triggers[rank].fire(self.world.epoch, (handle, False), follows=follows)
+
+    def fire_from_host(self, ranks: Sequence[int] | None = None) -> None:
+        for rank in self._ranks(ranks):
+            self.triggers[rank].fire_from_host(self.world.epoch)
+
+    def follow(self, rank: int, *, fired: bool = True) -> None:
+        """Let the caller's stream follow the end. Not ``fired``: a kernel of the stream fires."""
+        caller = (self.world.streams[rank].cuda_stream, False)
+        self.triggers[rank].follow(self.world.epoch, caller, fired=fired)
+
+    def store(self, rank: int) -> Callable[[], None]:
+        """Return the store of a kernel that fires."""
+        address, epoch = self.addresses[rank], self.world.epoch
+
+        def kernel() -> None:
+            ctypes.c_uint32.from_address(address).value = epoch
+
+        return kernel
 
 
 def submitted(world: World) -> list[list[tuple[str, int]]]:

@@ -52,6 +52,17 @@ def test_a_thousand_groups_leave_nothing(tmp_path: Path) -> None:
         ranks.run(scenarios.given_back, None, str(tmp_path), 250, timeout_s=600)
 
 
+def printed_by(script: str, *folders: Path, **environment: str) -> str:
+    """Run a program in a Python of its own, which imports from this checkout, too; return what it prints."""
+    path = [str(folder) for folder in (*folders, ROOT / "src")]
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{script}"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, env=os.environ | environment
+    )
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    return done.stdout
+
+
 def test_the_flight_recorder_of_torch_has_the_calls_of_gloo() -> None:
     """And the report those that Sidelane makes: torch gives Python no way to record one."""
     script = """
@@ -71,10 +82,7 @@ assert [(row.where, row.nbytes) for row in sidelane.report().rows] == [("sidelan
 dist.destroy_process_group()
 os._exit(0)  # once in some hundred runs the end of the interpreter met a thread of torch's, which ended the process
 """
-    command = [sys.executable, "-c", f"import os, sys; sys.path[:0] = [{str(ROOT / 'src')!r}]\n{script}"]
-    recording = os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=recording)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    printed_by(f"import os\n{script}", TORCH_FR_BUFFER_SIZE="100")
 
 
 def test_an_installed_package_needs_no_import(tmp_path: Path) -> None:
@@ -100,10 +108,7 @@ import sidelane
 print(sidelane.report())
 dist.destroy_process_group()
 """
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'src')!r}]\n{script}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "all_reduce  float32  cpu     sidelane" in done.stdout
+    assert "all_reduce  float32  cpu     sidelane" in printed_by(script, tmp_path)
 
 
 def test_importing_torch_costs_few_modules_and_never_fails() -> None:
@@ -129,7 +134,4 @@ with warnings.catch_warnings(record=True) as seen:
     autoload()
 assert [str(one.message) for one in seen] == ["sidelane is no backend here: OSError: a torch of the future"]
 """
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(ROOT / 'src')!r}]\n{script}"]
-    bare = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=bare)
-    assert done.returncode == 0, done.stderr
+    printed_by(script, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
