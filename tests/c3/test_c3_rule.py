@@ -21,6 +21,8 @@ OTHERS = (
     *("h200x4/c3.json", "h100x2/c3.json"),
 )
 PRODUCT = (8192, 8192, 8192, "bfloat16")
+ANOTHER_CALL = ("conccl_rp_left", "conccl_in_place")  # strategies that have gone, whose call was not the one asked for
+AS_ASKED = {one.code: one.mover.makes_whole_call for one in strategies()}
 
 
 def chosen(compute_us: float, kind: Kind = Kind.ALL_REDUCE, nbytes: int = LARGE_BYTES, **others: Any) -> str:
@@ -79,19 +81,18 @@ def test_nothing_is_hidden_where_that_gains_nothing() -> None:
 
 
 def pairs_of(file: str) -> Iterator[dict[str, dict[str, Any]]]:
-    """Rows of each pair by strategy: of those that make the call as it was asked for."""
+    """Rows of each pair by strategy, also of those that have gone: all that make the call as it was asked for."""
     rows = [row for row in json.loads((RESULTS / file).read_text())["rows"] if row["time_us"]]
-    as_asked = {one.code for one in strategies() if one.mover.makes_whole_call}  # neither auto nor what has gone since
-    rows = [row for row in rows if row["strategy"] in as_asked]
+    rows = [row for row in rows if AS_ASKED.get(row["strategy"], row["strategy"] not in ("auto", *ANOTHER_CALL))]
     key = lambda row: (row["gemm"], row["m"], row["n"], row["k"], row["collective"], row["bytes"])  # noqa: E731
     for _, alike in itertools.groupby(sorted(rows, key=key), key=key):
         yield {row["strategy"]: row for row in alike}
 
 
 def times_of(rows: dict[str, dict[str, Any]]) -> dict[LaunchMode, float]:
-    """Times of a pair by strategy and units."""
+    """Times of a pair by strategy and units, without strategies that have gone."""
     found: dict[LaunchMode, float] = {}
-    for name, row in rows.items():
+    for name, row in ((name, row) for name, row in rows.items() if name in AS_ASKED):
         swept = [point.split() for point in row.get("sweep", "").split(", ") if point]
         found[LaunchMode(named(name), row.get("units", 0) if swept else 0)] = row["time_us"]
         found |= {LaunchMode(named(name), int(units)): float(us) for units, us in swept}
@@ -99,7 +100,7 @@ def times_of(rows: dict[str, dict[str, Any]]) -> dict[LaunchMode, float]:
 
 
 def loss(rows: dict[str, dict[str, Any]]) -> tuple[str, float]:
-    """The rule's choice for a pair, and what it loses to the best strategy that was measured."""
+    """The rule's choice for a pair, and what it loses to the best strategy that was measured, gone since or not."""
     times, one = times_of(rows), rows["conccl"]
     product = one["gemm"] not in ("add", "bag", "attend")
     found = choose_strategy(
@@ -110,7 +111,8 @@ def loss(rows: dict[str, dict[str, Any]]) -> tuple[str, float]:
         engines_us=one["comm_us"],
         is_possible=times.__contains__,
     ).candidate
-    return str(found), times[found] / min(times.values()) - 1
+    gone = (row["time_us"] for name, row in rows.items() if name not in AS_ASKED)
+    return str(found), times[found] / min(*times.values(), *gone) - 1
 
 
 def test_losses_beside_the_pairs_of_all_results() -> None:
@@ -136,9 +138,14 @@ def test_losses_beside_large_reductions() -> None:
 
 
 def test_large_reductions_by_the_strategy_itself() -> None:
-    """Figures of docs/guide/overlap.md: pairs of the rule, and of shapes that it was not made from."""
+    """Figures of docs/guide/overlap.md: pairs of the rule, and of shapes that it was not made from.
+
+    With one pair a strategy that has gone (``sm_priority``, cb3's reduce-scatter) was 0.16% faster.
+    """
     pairs = list(pairs_of("h200x2/c3-reductions.json"))
-    assert all(lost == 0 and name.startswith("copy_engines_sums") for name, lost in map(loss, pairs))
+    names, lost = zip(*map(loss, pairs), strict=True)
+    assert all(name.startswith("copy_engines_sums") for name in names)
+    assert sorted(lost)[:-1] == [0.0] * 15 and max(lost) < 0.0016
     for unseen, mean, worst, engines in ((False, 84.5, 76, 50), (True, 83.5, 73, 50)):
         rows = [pair for pair in pairs if ("x" in pair["conccl"]["gemm"]) is unseen]
         sums, alone = ([pair[name]["percent_of_ideal"] for pair in rows] for name in ("conccl_sums", "conccl"))
