@@ -5,7 +5,7 @@
 
 Legend: P = 8 lanes, one for each rank (``MAX_RANKS``); lanes beyond the number of ranks do nothing. Addresses are
 64-bit integers; ``arenas`` are int64[P], in any order; ``rank`` is the rank of this kernel. ``spent`` is 0 until the
-host has abort the kernel to give up; from then on waits return at once.
+host has asked the kernel to give up; from then on waits return at once.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def wait(arena, generation, status, spent, phase, N: tl.constexpr):
     Acquires at system scope, for all threads of the block.
 
     Returns:
-        ``spent``, not 0 if the host has abort the kernel to give up.
+        ``spent``, not 0 if the host has asked the kernel to give up.
     """
     lane = tl.arange(0, MAX_RANKS)
     flags = _flags(arena + tl.zeros([MAX_RANKS], tl.int64), phase, tl.program_id(0)) + lane
@@ -222,7 +222,7 @@ def wait_for_words(flags, mask, generation, status, spent, AHEAD: tl.constexpr, 
     is a power of two. COUNTS: words are sums, for which 0 is valid; for generations 0 means never signalled.
 
     Returns:
-        ``spent``, not 0 if the host has abort the kernel to give up.
+        ``spent``, not 0 if the host has asked the kernel to give up.
     """
     if is_nvidia():
         spent = _poll_acquire(flags, mask, generation, status, spent, AHEAD, COUNTS)
@@ -243,7 +243,7 @@ def wait_for_words(flags, mask, generation, status, spent, AHEAD: tl.constexpr, 
 
 @triton.jit
 def _poll(flags, mask, generation, status, spent, AHEAD: tl.constexpr, COUNTS: tl.constexpr = False):
-    """Load the words until no rank is late. Return ``spent``, not 0 if the host has abort this warp to give up."""
+    """Load the words until no rank is late. Return ``spent``, not 0 if the host has asked this warp to give up."""
     lane = tl.arange(0, MAX_RANKS)
     missing = tl.max(_late(tl.load(flags, mask=mask, other=0, volatile=True), mask, generation, AHEAD, COUNTS))
     polls = 0

@@ -17,7 +17,7 @@ sends these from its kernel of g + 1, which its stream starts when its kernel of
 data of generation g in the slot to which g + 2 is written. The argument has two conditions for every generation: each
 rank waits for data from each peer, and the kernels of a rank never overlap. Where a kernel is launched ahead
 (``DEPENDENT``), its blocks may be there before the kernel ahead of it has ended, but they wait for that end before they
-load or store anything. It lets nothing behind it be launched early. In a broadcast the root receives no data::
+load or store anything. It lets nothing after it be launched early. In a broadcast the root receives no data::
 
     root    data -> flagged words into its slot on every peer | all here?
     others  wait for words in the root's slot -> data         | all here?

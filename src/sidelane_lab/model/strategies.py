@@ -27,8 +27,12 @@ from sidelane_lab.sim import Interval
 ROUNDING = 1e-9
 """Relative difference of times that is none: the fewest units of equal ones are taken."""
 
-BY_KERNEL = dataclasses.replace(named("c3_base"), code="sm_base")
-"""Strategy of operators in parts, and of no caller: Sidelane's kernels in place of the library's."""
+
+class ByKernel(Strategy):
+    """A strategy of operators in parts, and of no caller: Sidelane's kernels in place of the library's."""
+
+
+BY_KERNEL = ByKernel(**dataclasses.asdict(named("c3_base")))
 
 # Percent of ideal below which a number says nothing more.
 MOST_LOST = -100.0
@@ -264,10 +268,9 @@ def pair_kernels(
     # Masks hold for the whole run: the GEMM does not get the units back when the collective has ended.
     gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - taken if taken else None)
     on_units, own_units = strategy.mover.takes_units, taken > 0
-    by_own = strategy.code == BY_KERNEL.code
 
     def on(units: int | None) -> tuple[Gang, ...]:
-        if by_own:
+        if isinstance(strategy, ByKernel):
             return (own_gang(machine, kind, nbytes, units=units, reserved=units is not None),)
         return library_gangs(machine, kind, nbytes, units=units, reserved=units is not None)
 
