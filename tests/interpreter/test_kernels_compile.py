@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 
 from sidelane.device.language import compiling_for, is_nvidia
 from sidelane.device.launch import LaunchSite
+from sidelane.execute.cuda import kernel_launch
 from sidelane.execute.cuda.kernel_launch import compile_for
 from sidelane.kernels import direct, ll, through_host
 from sidelane.kernels.tile_table import KernelPiece, Tiles, TileTable
@@ -113,9 +114,7 @@ def test_every_kernel_compiles_and_fits_into_registers(what, odd: int, part: sli
         ).stdout
         (stack,) = re.findall(r"STACK:(\d+)", text)
         assert int(stack) <= MOST_STACK_BYTES, (launch.kernel.__name__, launch.constants)
-        before, wait, _ = compiled.asm["ptx"].partition("griddepcontrol.wait")
-        assert bool(wait) == (launch.kernel.__name__ == "_ll"), "it waits for the kernel ahead of it"
-        assert not wait or not re.search(r"\b(ld|st|red|atom)\.(?!param)", before), "before all else"
+        assert "griddepcontrol" not in compiled.asm["ptx"], "launched after the kernel before it has ended"
 
 
 def test_what_a_kernel_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +132,18 @@ def test_what_a_kernel_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ld.acquire.sys" in text and ".sys.acquire.add" not in text
     amd = compile_for(GPUTarget("hip", "gfx942", 64), launch.kernel, launch.constants, launch.warps).asm["amdgcn"]
     assert "ld.acquire" not in amd and "buffer_inv sc0 sc1" in amd, "an acquire at system scope"
-    launch = ll.arrange(site_of(2), 16 * MB, 32 * MB, 4096, AVERAGE, distinct=False)
-    text = compile_for(GPUTarget("cuda", 100, 32), launch.kernel, launch.constants, launch.warps).asm["ptx"]
-    assert "griddepcontrol" not in text, "not measured there"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_a_kernel_that_is_launched_ahead_waits_before_all_else(
+    capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is, until the device tests have passed with ``DEPENDENT_ON = (90,)``, the one that was measured."""
+    assert kernel_launch.DEPENDENT_ON == ()
+    monkeypatch.setattr(kernel_launch, "DEPENDENT_ON", (90,))
+    for launch in (one for one in (*moving(1), *reducing(2)) if "DEPENDENT" in one.constants):
+        assert not launch.constants["DEPENDENT"], "by other launchers it is launched as usual"
+        made = compile_for(GPUTarget("cuda", capability, 32), launch.kernel, launch.constants, launch.warps)
+        before, wait, _ = made.asm["ptx"].partition("griddepcontrol.wait")
+        assert bool(wait) == (capability == 90) and "griddepcontrol.launch" not in made.asm["ptx"]
+        assert not wait or not re.search(r"\b(ld|st|red|atom)\.(?!param)", before)

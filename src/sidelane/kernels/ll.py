@@ -16,8 +16,9 @@ writes generation g + 2 after its kernel of g + 1 has ended, so after it receive
 sends these from its kernel of g + 1, which its stream starts when its kernel of g has ended. So the peer has read all
 data of generation g in the slot to which g + 2 is written. The argument has two conditions for every generation: each
 rank waits for data from each peer, and the kernels of a rank never overlap. Where a kernel is launched ahead
-(``DEPENDENT``), its blocks may be there before the kernel ahead of it has ended, but they wait for that end before they
-load or store anything. It lets nothing after it be launched early. In a broadcast the root receives no data::
+(``DEPENDENT``, off unless ``compile_for`` sets it), its blocks may be there before the kernel before it has ended, but
+they wait for that end before they load or store anything. No kernel after it is launched ahead by it. In a broadcast
+the root receives no data::
 
     root    data -> flagged words into its slot on every peer | all here?
     others  wait for words in the root's slot -> data         | all here?
@@ -58,7 +59,7 @@ from sidelane.device.flags import (
     relaxed_wait,
     report_late,
 )
-from sidelane.device.language import is_nvidia, tl, triton
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded, unit_bytes
 from sidelane.device.memory import load_words, pointer, store_words
 from sidelane.kernels.arithmetic import accumulate, finish, reduction_constants, widen
@@ -99,7 +100,7 @@ def arrange(
         ValueError: a part is too large or empty.
     """
     blocks, warps, constants = _tiles(site, part_bytes, unit_bytes(output, input, part_bytes))
-    constants |= {"DISTINCT": distinct, "ONCE": once, "DEPENDENT": True, **reduction_constants(reduction)}
+    constants |= {"DISTINCT": distinct, "ONCE": once, "DEPENDENT": False, **reduction_constants(reduction)}
     arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.status, site.counters)
     return Launch(_ll, blocks, warps, arguments + padded(site.rotated(site.arenas)), constants)
 
@@ -193,7 +194,7 @@ def _ll(
     ONE: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, OP: tl.constexpr,
     DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT and is_nvidia():
+    if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     peers = (p0, p1, p2, p3, p4, p5, p6, p7)
     generation = next_generation(counters)

@@ -391,7 +391,7 @@ class Driver:
 
         ``dependent``: blocks may start before the kernel ahead of it has ended; the function waits for that itself.
         """
-        attributes = ctypes.addressof(native.DEPENDENT)
+        attributes = ctypes.addressof(native.DEPENDENT) if dependent else None
         config = LaunchConfig(blocks, (threads, 1, 1), shared_bytes, stream, attributes, int(dependent))
         return native.bind_launch(function, arguments, config)
 

@@ -39,10 +39,10 @@ WARP_THREADS = 32
 _WORD_BYTES = 8
 _MOST_HIDDEN = 4
 _OF_COMPILERS = ("ALLOW_", "DISABLE_", "LLVM_", "MLIR_", "NVPTX_", "TRITON_", "USE_IR_")  # begins of variables' names
-_DEPENDENT_ON = 90  # compute capability; it was measured on no other
-DEPENDENT = "DEPENDENT"
-"""Constant of kernels that wait for the end of the kernel ahead of them, and are launched before that end
-(programmatic dependent launch). It is made false for GPUs for which that is not done."""
+_DEPENDENT = "DEPENDENT"  # constant that only this module sets: a kernel waits for the end of the one before it
+DEPENDENT_ON: tuple[int, ...] = ()
+"""Compute capabilities on which such a kernel is launched ahead of that end (programmatic dependent launch): none until
+the device tests have passed with (90,), which was measured (results/TODO.md)."""
 
 MOST_CONSTANTS = 1024  # dictionaries of constants for which the kernel is cached by their identity
 
@@ -226,7 +226,7 @@ class KernelBinary:
         name: name of its function.
         warps: number of warps of a block.
         shared_bytes: shared memory that a block needs, in bytes.
-        dependent: it waits for the end of the kernel ahead of it, so that its blocks may start before.
+        dependent: it waits for the end of the kernel before it, so that its blocks may start ahead of that.
         image: binary for one kind of GPU.
     """
 
@@ -307,7 +307,7 @@ def _file_of(
     options = sorted(COMPILE_OPTIONS.items())
     given = (
         *(function.__module__, function.__name__, named, warps, stages, options, target, compiler, _variables()),
-        KernelBinary.__slots__,  # the form of the file
+        *(KernelBinary.__slots__, DEPENDENT_ON),  # the form of the file, and how its kernel is launched
     )
     return folder / f"{function.__name__.strip('_')}-{_digest(repr((given, _source_of(function))).encode())}.cubin"
 
@@ -383,8 +383,8 @@ def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps:
     import triton
 
     names = [parameter.name for parameter in function.params if parameter.is_constexpr]
-    if DEPENDENT in constants:
-        constants = {**constants, DEPENDENT: target.backend == "cuda" and target.arch == _DEPENDENT_ON}
+    if _DEPENDENT in constants:
+        constants = {**constants, _DEPENDENT: target.backend == "cuda" and target.arch in DEPENDENT_ON}
     if sorted(names) != sorted(constants):
         raise ValueError(f"compile: constants (value={sorted(constants)}, allowed={sorted(names)})")
     signature = {name: "constexpr" if name in constants else "i64" for name in function.arg_names}

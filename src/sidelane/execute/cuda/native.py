@@ -136,7 +136,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 DEPENDENT = (ctypes.c_uint32 * 18)(6, 0, 1)
-"""``CUlaunchAttribute`` of cuda.h, 72 bytes: number 6, programmatic stream serialization, is allowed."""
+"""``CUlaunchAttribute`` of cuda.h, 72 bytes: attribute 6, programmatic stream serialization, is on."""
 
 
 def bind_launch(function: int, arguments: int, config: LaunchConfig) -> Bound:
