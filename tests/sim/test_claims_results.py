@@ -193,33 +193,37 @@ def test_the_machine_in_the_catalogue_is_the_one_that_was_measured():
 
 
 @pytest.mark.parametrize(
-    ("file", "median", "worst", "mixed", "apart"),
+    ("file", "median", "worst", "mixed", "missed"),
     [
-        ("c3-0.1", 0.022, 0.1005, 13, 0.09),
-        ("c3-strategies", 0.027, 0.065, 0, 0.09),
-        pytest.param("c3", 0.02, 0.101, 8, 0.13, id="measured again: the goal is missed (docs/lab/model.md)"),
+        ("c3-0.1", 0.022, 0.1005, 13, []),
+        ("c3-strategies", 0.027, 0.065, 0, []),
+        ("c3", 0.02, 0.1005, 8, [("cb2", "all_gather", "c3_base"), ("mb1", "all_gather", "c3_sp")]),
     ],
 )
-def test_pairs_on_two_gpus_under_every_strategy(file, median, worst, mixed, apart):
+def test_pairs_on_two_gpus_under_every_strategy(file, median, worst, mixed, missed):
     """Issue 25: 3% in the median and 10% at worst for every strategy, from times alone; fitted to two pairs only.
 
-    Rows of ``c3.json`` with a commit are those of the other pairs of 25 November 2026.
+    Rows of ``c3.json`` with a commit are those of the other pairs of 25 November 2026. Two rows measured again miss the
+    bounds, by 10.1 and 12.9% (docs/lab/model.md).
     """
-    folder, offs, both = ROOT / "results" / "h200x2", {}, []
+    folder, offs, both, over = ROOT / "results" / "h200x2", {}, 0, []
     further = read(folder / "c3.json").rows if file == "c3-0.1" else ()
     for row in (*(r for r in read(folder / f"{file}.json").rows if not r.commit), *(r for r in further if r.commit)):
-        ends = predict_together(PAIR, row) if row.time_us else ()
-        if ends and in_between(row.time_us, ends):
-            both.append(abs(statistics.fmean(ends) / row.time_us - 1))
-        elif ends:
-            offs.setdefault(row.strategy, []).append(abs(nearest(row.time_us, ends) / row.time_us - 1))
+        if not (ends := predict_together(PAIR, row) if row.time_us else ()):
+            continue
+        # The median of rounds that went either way lies between both ends: that there are two, is confirmed.
+        between = in_between(row.time_us, ends)
+        both += between
+        off = abs((statistics.fmean(ends) if between else nearest(row.time_us, ends)) / row.time_us - 1)
+        if not between:
+            offs.setdefault(row.strategy, []).append(off)
+        if off > (0.09 if between else worst):
+            over.append((row.gemm, row.collective, row.strategy))
     whole = {"c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp", "conccl", "nccl_ce"}
     assert all(len(offs[strategy]) >= 11 for strategy in whole)
     medians = {strategy: statistics.median(found) for strategy, found in offs.items()}
     assert max(medians.values()) <= median, medians
-    assert max(max(found) for found in offs.values()) <= worst
-    # The median of rounds that went either way lies between both ends: that there are two, is confirmed.
-    assert len(both) == mixed and all(off < apart for off in both)
+    assert sorted(over) == missed and both == mixed
 
 
 def test_two_h100s_are_a_machine_that_nothing_was_fitted_to():

@@ -95,7 +95,7 @@ def headline() -> Cells:
     for what, entry, by, file, where, sides, (column, unit) in LINES:
         both = [best(rows_of(file), {**where, **side}, column) for side in sides]
         assert all(both), f"{file} lacks a row of {where}"
-        faster = f"**{ratio(rows_of(file), where, *sides, column)}**", run(file, {**where, **sides[1]})
+        faster = f"**{ratio(rows_of(file), where, *sides, column)}**", run(file, {**where, **sides[1]}, column)
         cells.append([what, entry, by, *(f"{short(one)} {unit}" for one in both), *faster])
     return cells
 

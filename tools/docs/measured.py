@@ -6,6 +6,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,6 @@ KERNELS: Where = {"implementation": "sm", "variant": ("one_shot", "two_shot", "t
 NCCL: Where = {"implementation": ("nccl", "nccl_ce")}
 LIBRARIES = ("nccl", "nccl_ce", "symm_mem")
 OTHERS: Where = {"implementation": LIBRARIES}
-
-NEWER = {"1591a80c": ("11-30", "0.3.0")}
-"""Day and version of the runs of rows that are newer than their file, by the commit of the rows."""
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -58,12 +56,15 @@ def rows_of(*names: str) -> list[Row]:
     return [row for name in names for row in load(name)["rows"]]
 
 
-def run(file: str, where: Where | None = None) -> str:
-    """Link a file, with the day and Sidelane's version of its rows that have all these values, and NCCL's."""
+def run(file: str, where: Where | None = None, column: str = "time_us") -> str:
+    """Link a file, with the day and Sidelane's version of its fastest row that has all these values, and NCCL's.
+
+    A row that another run made than the file's last one has that run's commit, whose day and version runs.json has.
+    """
     of = load(file)
-    commit = matching(of["rows"], where)[0].get("commit", "") if where else ""
-    day, version = NEWER.get(commit, (of["date"][5:10], of["software"]["sidelane"]))
-    return f"[{day}, {version}, NCCL {of['software']['nccl']}](results/{file})"
+    row = fastest(of["rows"], where, column) if where else None
+    by = load("runs.json")[row["commit"]] if row and row.get("commit") else {"date": of["date"], **of["software"]}
+    return f"[{by['date'][5:10]}, {by['sidelane']}, NCCL {of['software']['nccl']}](results/{file})"
 
 
 def matching(rows: Iterable[Row], where: Where) -> list[Row]:
@@ -72,9 +73,15 @@ def matching(rows: Iterable[Row], where: Where) -> list[Row]:
     return [row for row in rows if all(row.get(key) in values for key, values in allowed)]
 
 
+def fastest(rows: Iterable[Row], where: Where, column: str) -> Row | None:
+    """Return the row with the least of a column among those that have all these values; None without any."""
+    return min((row for row in matching(rows, where) if row[column] is not None), key=itemgetter(column), default=None)
+
+
 def best(rows: Iterable[Row], where: Where, column: str = "time_us") -> float | None:
     """Return the least of a column among rows that have all these values; None without any."""
-    return min((row[column] for row in matching(rows, where) if row[column] is not None), default=None)
+    row = fastest(rows, where, column)
+    return None if row is None else row[column]
 
 
 def is_possible(row: Row) -> bool:
