@@ -47,7 +47,7 @@ from sidelane_lab.pairs.beside import compare_beside
 from sidelane_lab.pairs.pair import pair_streams
 from sidelane_lab.pairs.workload import Gemm
 
-UNITS = (132, 100, 64, 24) if torch.cuda.is_available() else (132, 24)
+UNITS = (132, 100, 64, 24) if torch.cuda.is_available() else (5, 2)
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -147,8 +147,8 @@ class RowWay(Way):
 def measure(rank: Rank, rounds: Rounds) -> list[dict[str, Any]]:
     """Return a row for each way beside each GEMM. Collective."""
     on_cpu, meter, seeds = rank.device.type == "cpu", make_meter(rank, 60.0), itertools.count(1)
-    tokens, hidden, each, k = (7, 128, 4, 3) if on_cpu else (4096, 7168, 256 // rank.world_size, 8)
-    gemms = [Gemm(8192, 8192, 8192).for_cpu()] if on_cpu else [Gemm(8192, 4096, 7168), Gemm(8192, 8192, 8192)]
+    tokens, hidden, each, k = (5, 40, 3, 2) if on_cpu else (4096, 7168, 256 // rank.world_size, 8)
+    gemms = [Gemm(131, 259, 67, "float32")] if on_cpu else [Gemm(8192, 4096, 7168), Gemm(8192, 8192, 8192)]
     found = []
     with Communicator(device=rank.device) as comm:
         with meter.on_stream():

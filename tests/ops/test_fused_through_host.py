@@ -51,7 +51,8 @@ def test_norms_through_host_memory(group: dist.ProcessGroup, hiddens: tuple[int,
     """All dtypes, with a residual and without, in place and not, in 8 bits with both sorts of scales, back to back."""
     with through_host(group) as comm:
         draws, compared, device = Draws(3, comm.rank), Compared(), comm.device
-        for hidden, dtype, tokens in itertools.product(hiddens, DTYPES, (1, 3, 16)):
+        most = 5 if device.type == "cpu" and comm.world_size > 1 else 16  # the interpreter takes a token after another
+        for hidden, dtype, tokens in itertools.product(hiddens, DTYPES, (1, 3, most)):
             if tokens * hidden > 3000 and device.type == "cpu":
                 continue
             xs = [draws.normal(tokens, hidden).to(dtype) for _ in range(comm.world_size)]
