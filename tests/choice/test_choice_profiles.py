@@ -33,8 +33,7 @@ from sidelane_lab.studies.tune.command import replacing
 
 def test_times_between_measured_sizes_follow_a_power_of_the_size():
     measured = curve(B2B, (1000, 10.0), (10_000, 10.0), (1_000_000, 1000.0))
-    assert measured.at(1) == measured.at(1000) == 10.0
-    assert measured.at(3000) == pytest.approx(10.0)
+    assert measured.at(1) == measured.at(1000) == 10.0 and measured.at(3000) == pytest.approx(10.0)
     assert measured.at(100_000) == pytest.approx(100.0)  # the middle, in both logarithms
     assert measured.at(1_001_000) == pytest.approx(1000.0 + 0.99, rel=1e-3)  # a byte as dear as from end to end
     sizes = [2**power for power in range(8, 30)]
@@ -241,10 +240,8 @@ def test_the_users_file_is_for_one_machine(home: Path):
 def test_the_users_file_is_used_when_its_key_fits(home: Path):
     write_whole(home / "h999x4.json", CROSSING.to_text().encode())
     found = in_force(None, KEY)
-    assert found.profile == CROSSING
-    assert "h999x4.json" in found.where and not found.notes
-    assert InForce.from_text(found.to_text()) == found
-    assert in_force(BUILTIN, KEY).profile != CROSSING
+    assert found.profile == CROSSING and "h999x4.json" in found.where and not found.notes
+    assert InForce.from_text(found.to_text()) == found and in_force(BUILTIN, KEY).profile != CROSSING
 
 
 def test_times_through_host_memory_are_for_nothing_else(home: Path, monkeypatch: pytest.MonkeyPatch):
@@ -288,8 +285,7 @@ def test_a_profile_with_another_key_is_not_used_and_the_note_says_why(
 ):
     write_whole(home / "h999x4.json", CROSSING.to_text().encode())
     found = in_force(None, dataclasses.replace(KEY, **change))
-    assert found.profile != CROSSING
-    assert said in found.notes[0] and instead in found.where
+    assert found.profile != CROSSING and said in found.notes[0] and instead in found.where
     assert InForce.from_text(found.to_text()) == found
 
 

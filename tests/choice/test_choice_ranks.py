@@ -40,8 +40,7 @@ def ran(comm: Communicator, numel: int, **options: Any) -> tuple[str, str]:
     comm.all_gather(output, torch.full((numel,), float(comm.rank)), **options)
     assert output.view(comm.world_size, -1)[:, 0].tolist() == [float(rank) for rank in range(comm.world_size)]
     choice, submitted = comm.last_choice(), comm.last_submitted()
-    assert choice is not None
-    assert submitted is not None
+    assert choice is not None and submitted is not None
     return choice.candidate.variant, submitted.variant
 
 
@@ -53,8 +52,7 @@ def test_all_ranks_choose_by_the_profile_of_rank_0(group: dist.ProcessGroup, tmp
     variants = [("pcpy", "bcst"), ("b2b", "pcpy"), ("bcst", "b2b")][rank]
     config = crossing(tmp_path / f"{rank}.json", *variants)
     with Communicator(group, config=config) as comm:
-        assert comm.last_choice() is None
-        assert comm.last_submitted() is None
+        assert comm.last_choice() is None and comm.last_submitted() is None
         small, printed = ran(comm, SMALL), str(comm.last_choice())
         assert re.match(r"all_gather of \d+\w? by copy engines \(\w+\): [\d.]+ us expected, next dma ", printed), (
             printed
@@ -127,20 +125,16 @@ def test_what_ran_is_counted(group: dist.ProcessGroup) -> None:
         for _ in range(3):
             comm.all_gather(whole, part, variant="b2b")
         last = comm.last_submitted()
-        assert last is not None
-        assert (last.implementation, last.variant, last.captured) == ("dma", "b2b", False)
+        assert last is not None and (last.implementation, last.variant, last.captured) == ("dma", "b2b", False)
         # A signal and a wait for the entry and the exit of each peer, and nothing stays on its rank.
         handshakes = 2 * (n - 1)
         expected = Counts(peer_copies=n - 1, writes=handshakes, waits=handshakes, calls=1)
-        assert last.counts == expected
-        assert comm.submitted() == before + expected * 3
+        assert last.counts == expected and comm.submitted() == before + expected * 3
         work = comm.reduce_scatter(torch.empty(SMALL), whole, async_op=True)
         assert work is not None
         work.wait()
         last = comm.last_submitted()
-        assert last is not None
-        assert last.counts.kernels >= 1
-        assert "reduce_scatter" in last.collective
+        assert last is not None and last.counts.kernels >= 1 and "reduce_scatter" in last.collective
         assert comm.submitted().kernels == last.counts.kernels
 
 
@@ -163,8 +157,7 @@ def test_a_computation_is_the_same_on_all_ranks(group: dist.ProcessGroup) -> Non
     rank, told = dist.get_rank(group), []
     with Communicator(group, config=Config(timeout_s=30)) as comm:
         hint = comm.computation(us=100.0 + rank)
-        assert hint.gemm is None
-        assert ran(comm, SMALL, beside=hint)[0] == ran(comm, SMALL, beside="compute")[0]
+        assert hint.gemm is None and ran(comm, SMALL, beside=hint)[0] == ran(comm, SMALL, beside="compute")[0]
         product = comm.computation(gemm=(96, 64, 32, "float32"))
         assert product.gemm == (96, 64, 32, "float32") and 0 < product.us < 1e6
         tensors = [torch.full((5,), float(rank)), torch.full((3,), 1.0)]

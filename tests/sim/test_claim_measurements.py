@@ -182,23 +182,18 @@ def test_wrong_rows_one_rank_and_predictions_do_not_count(tmp_path: Path) -> Non
 
 
 def test_ratios_are_of_single_numbers() -> None:
-    assert ratio_of(4, 1.0) == 0.25
-    assert ratio_of({"a": 1}, {"a": 1}) is None
-    assert ratio_of(0, 3.0) is None
+    assert ratio_of(4, 1.0) == 0.25 and ratio_of({"a": 1}, {"a": 1}) is None and ratio_of(0, 3.0) is None
 
 
 def test_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(claims, ["--measured", "--results", str(RESULTS), "--json", "-"])
     assert result.exit_code == 0, result.stderr
     rows = {row["id"]: row for row in json.loads(result.stdout)}
-    assert set(rows) == set(published())
-    assert all(bool(row["measured"]) != bool(row["why"]) for row in rows.values())
+    assert set(rows) == set(published()) and all(bool(row["measured"]) != bool(row["why"]) for row in rows.values())
     machines = [one["machine"] for one in rows["CC-03"]["measured"]]
     assert machines[0] == "h200x2", "the file with the most pairs comes first"
 
     shown = CliRunner().invoke(claims, ["--measured", "--results", str(tmp_path)])
-    assert "no c3.json has it" in shown.output
-    assert "measured: 0 of 174" in shown.output
+    assert "no c3.json has it" in shown.output and "measured: 0 of 174" in shown.output
     refused = CliRunner().invoke(claims, ["--measured", "--no-ranges"])
-    assert refused.exit_code != 0
-    assert "does not go with --measured" in refused.output
+    assert refused.exit_code != 0 and "does not go with --measured" in refused.output

@@ -93,8 +93,7 @@ def test_a_copy_that_waits_for_the_gemm_comes_after_it():
     (ours,) = predict_together(H200, c3_row("conccl", 1.0, note="dma auto out of place eager", **away))
     (theirs,) = predict_together(H200, c3_row("nccl_ce", 1.0, note="nccl_ce out of place eager", **away))
     chunk_us = NBYTES / 4 / H200.dma.local_gbps / 1e3
-    assert ours == pytest.approx(alone + chunk_us, rel=1e-6)
-    assert theirs == pytest.approx(3000.0)
+    assert ours == pytest.approx(alone + chunk_us, rel=1e-6) and theirs == pytest.approx(3000.0)
     free = H200.with_value("interference.local_waits", 0)
     assert predict_together(free, c3_row("nccl_ce", 1.0, note="nccl_ce out of place eager", **away))[0] < 2200
 
@@ -121,9 +120,7 @@ def test_rows_that_were_fitted_to_are_not_called_predictions(tmp_path):
 
 def test_nothing_is_predicted_of_lists_nor_fitted_to_them(tmp_path):
     single, listed = (collective_row("dma", "b2b", 2100.0, nbytes=1 << 30, tensors=n) for n in (1, 8))
-    assert not fitted_to(listed)
-    assert predict_alone(H200, single) is not None
-    assert predict_alone(H200, listed) is None
+    assert not fitted_to(listed) and predict_alone(H200, single) is not None and predict_alone(H200, listed) is None
     save(tmp_path, "collectives", [single, listed])
     assert len([v for v in compare(H200, tmp_path) if "b2b" in v.claim_id]) == 1
 
@@ -160,8 +157,7 @@ def test_a_number_from_runs_side_by_side_is_a_mistake(tmp_path, capsys):
     (tmp_path / "cheat.toml").write_text(cheat)
     save(tmp_path / "h200x4", "c3", [c3_row("serial", 3585.0)])
     options = command.ClaimsOptions(str(tmp_path / "cheat.toml"), json=STDOUT, results=tmp_path, ranges=False)
-    assert command.main(options) == 1
-    assert "interference.memory" in capsys.readouterr().err
+    assert command.main(options) == 1 and "interference.memory" in capsys.readouterr().err
 
 
 def test_plausible_ranges_of_our_own_machine(tmp_path):
@@ -379,8 +375,7 @@ def test_measurements_are_shown_at_80_columns(tmp_path):
         command.show(compare(H200, tmp_path, ranges=ranges), rich.console.Console(file=text, width=80))
         lines = text.getvalue().splitlines()
         assert max(map(len, lines)) <= 80 and "\u2026" not in text.getvalue()
-        assert any(line.split()[-1:] == ["NO"] for line in lines)
-        assert "c3 cb1_896M" in text.getvalue()
+        assert any(line.split()[-1:] == ["NO"] for line in lines) and "c3 cb1_896M" in text.getvalue()
 
 
 def test_a_file_is_judged_row_by_row_and_as_a_whole(tmp_path):
@@ -397,8 +392,7 @@ def test_a_file_is_judged_row_by_row_and_as_a_whole(tmp_path):
     assert "either may come first" in verdicts["h200x4/c3/b_896M/all_gather/c3_base"].incomparable
     assert verdicts["h200x4/collectives/all_gather/896M/in place/dma b2b"].ok
     assert verdicts["h200x4/collectives/worst"].claimed == 25.0 and verdicts["h200x4/collectives/worst"].ok
-    assert verdicts["h200x4/gemms/8192x8192x8192"].ok
-    assert len(verdicts) == 8 + 3
+    assert verdicts["h200x4/gemms/8192x8192x8192"].ok and len(verdicts) == 8 + 3
 
 
 def test_the_command_takes_the_folder(tmp_path, capsys):

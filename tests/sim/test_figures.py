@@ -143,8 +143,7 @@ def test_published_marks_are_those_of_the_claims(evaluated: dict[str, FigureValu
 def test_tables_have_the_words_of_the_claims() -> None:
     lines = figure_of("003/T1").lines
     assert lines is not None and lines()["128K"] == published()["DM-T1-1"]["value"]
-    assert lines()["256K"] == published()["DM-T1-2"]["value"]
-    assert lines()["4G"] == published()["DM-T1-4"]["value"]
+    assert lines()["256K"] == published()["DM-T1-2"]["value"] and lines()["4G"] == published()["DM-T1-4"]["value"]
     classes = figure_of("000/T2").lines
     assert classes is not None
     assert dict(classes()) == {
@@ -167,17 +166,14 @@ def test_measured_values_are_those_of_the_file(tmp_path: Path) -> None:
     file.write_text(json.dumps({**content, "rows": [{**usual, **row} for row in rows]}))
     values = figure_of("3/13").evaluate([file])
     (_, (panel,)), *_ = values.measured
-    assert list(panel.x) == [1024, 2048]
-    assert panel.curves["pcpy"].values == (0.25, 0.25)
-    assert panel.curves["bcst"].values == (0.5, 0.5)
-    assert "b2b" not in panel.curves
+    assert list(panel.x) == [1024, 2048] and panel.curves["pcpy"].values == (0.25, 0.25)
+    assert panel.curves["bcst"].values == (0.5, 0.5) and "b2b" not in panel.curves
     assert "measured: nothing prelaunched" in "\n".join(values.missing_lines())
     fired = {**usual, **rows[4], "launch": "eager", "trigger": "stream", "time_us": 512}
     fuller = {**content, "study": "prelaunch", "rows": [{**usual, **row, "trigger": "call"} for row in rows] + [fired]}
     (tmp_path / "fired.json").write_text(json.dumps(fuller))
     values = figure_of("3/13").evaluate([file, tmp_path / "fired.json"])
-    assert MEASURED not in values.missing
-    assert values.measured[0][1][0].curves["pcpy+prelaunch"].values[0] == 2
+    assert MEASURED not in values.missing and values.measured[0][1][0].curves["pcpy+prelaunch"].values[0] == 2
     assert "no c3.json that has it" in figure_of("000/8").evaluate([file]).missing[MEASURED]
     file.write_text(json.dumps({**content, "rows": [{"bytes": 1}]}))
     with pytest.raises(ValueError, match=r"mine\.json is no file of collectives"):
@@ -213,8 +209,7 @@ def test_the_fastest_variant_has_those_beside_it_that_are_as_good(tmp_path: Path
 
 def test_what_a_machine_cannot_do_is_a_reason() -> None:
     nodes = figure_of("000/8").evaluate([], named("h100x8x2"))
-    assert "what crosses nodes is modelled for" in nodes.missing[PREDICTED]
-    assert not nodes.measured
+    assert "what crosses nodes is modelled for" in nodes.missing[PREDICTED] and not nodes.measured
     dlrm = figure_of("001/15").evaluate([], named("h200x4"))
     assert "allowed=several of one GPU" in dlrm.missing[PREDICTED]
 
@@ -223,16 +218,14 @@ def test_the_papers_own_values_stand_beside_ours(evaluated: dict[str, FigureValu
     values = evaluated["000/10"]
     table = values.tables(ClaimPredictions().of(values.figure.claims))[0]
     line = next(line for line in table.lines if line.cells[0] == "CC-03")
-    assert line.cells[2] == "66"
-    assert 60 < float(line.cells[3]) < 75
+    assert line.cells[2] == "66" and 60 < float(line.cells[3]) < 75
     assert table.columns[4:] == ("<2 x H200", "<4 x H200", "<2 x H100")
 
 
 @pytest.mark.parametrize("number", ["000/5", "001/11", "003/16"])
 def test_a_figure_is_one_picture(number: str, evaluated: dict[str, FigureValues], tmp_path: Path) -> None:
     picture = evaluated[number].draw(tmp_path)
-    assert picture == tmp_path / f"{number.replace('/', '-')}.png"
-    assert picture.stat().st_size > 20_000
+    assert picture == tmp_path / f"{number.replace('/', '-')}.png" and picture.stat().st_size > 20_000
 
 
 def test_numbers_are_read_generously() -> None:
@@ -251,16 +244,14 @@ def test_numbers_are_read_generously() -> None:
 def test_command_lists_draws_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "PIPED_PROGRESS_S", 0.02)
     listed = CliRunner().invoke(figure, [])
-    assert listed.exit_code == 0
-    assert all(number in listed.output for number in FIGURES)
+    assert listed.exit_code == 0 and all(number in listed.output for number in FIGURES)
     words = ["003/T1", "001/14", "--results", str(RESULTS), "--report", str(tmp_path), "--no-ranges"]
     drawn = CliRunner().invoke(figure, words)
     assert drawn.exit_code == 0, drawn.output
     assert "001/14, 2 of 2" in drawn.stderr, "progress goes to stderr in a pipe, too"
     assert "FU-SKEW-01" in drawn.stdout
     page = (tmp_path / "index.html").read_text()
-    assert "b2b, prelaunch" in page
-    assert page.count("<img") == 1
+    assert "b2b, prelaunch" in page and page.count("<img") == 1
 
 
 @pytest.mark.long

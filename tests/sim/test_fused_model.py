@@ -74,8 +74,7 @@ def test_a_slice_travels_when_its_last_workgroup_has_ended():
         name: [i.start_us for i in run.timeline if i.lane == "to rank 1"]
         for name, run in (("small", small), ("large", large))
     }
-    assert began["small"] == pytest.approx([5.0, 10.0, 15.0])
-    assert began["large"] == pytest.approx([10.0, 15.0])
+    assert began["small"] == pytest.approx([5.0, 10.0, 15.0]) and began["large"] == pytest.approx([10.0, 15.0])
 
 
 def test_results_go_to_all_when_everything_has_come():
@@ -119,8 +118,7 @@ def test_nothing_is_faster_than_its_parts(machine, order, operator):
     gbps = machine.links.network_gbps if machine.nodes > 1 else machine.links.peak_gbps
     share = (1 if machine is MI210 else ranks - 1) / ranks  # of a link, or of a port
     moved = operator.collective_bytes(machine.world_size) * share / (gbps * 1e3)
-    assert times.fused.time_us > moved
-    assert min(times.fused.ended_us) >= max(times.fused.computed_us[0], 0) * 0.999
+    assert times.fused.time_us > moved and min(times.fused.ended_us) >= max(times.fused.computed_us[0], 0) * 0.999
     if isinstance(operator, Embedding):
         nbytes = operator.batch * operator.tables * (operator.pooling + 1) * operator.dim * operator.element_bytes
         assert times.fused.time_us > nbytes / (machine.gpu.memory_gbps * 1e3)
@@ -130,8 +128,7 @@ def test_nothing_is_faster_than_its_parts(machine, order, operator):
 def test_peers_first_is_never_later_where_the_link_is_busy():
     slow = PAIR.with_value("links.network_gbps", 8)
     first, oblivious = (predict_fused(slow, PROFILED, order).fused for order in ORDERS)
-    assert first.time_us < 0.9 * oblivious.time_us
-    assert skew_percent(slow, PROFILED, OBLIVIOUS) > 10
+    assert first.time_us < 0.9 * oblivious.time_us and skew_percent(slow, PROFILED, OBLIVIOUS) > 10
     assert skew_percent(slow, PROFILED, REMOTE_FIRST) == pytest.approx(0, abs=0.1)
 
 
@@ -178,8 +175,7 @@ def test_bandwidth_rises_with_workgroups_and_gathers_crowd():
     reachable = MI210.gpu.memory_gbps * MI210.matmul.memory_efficiency
     assert streams[-1] == pytest.approx(reachable)
     gathers = [gather_gbps(MI210, count) for count in counts]
-    assert max(gathers) == gathers[5] == pytest.approx(reachable)
-    assert gathers[6] > gathers[7]
+    assert max(gathers) == gathers[5] == pytest.approx(reachable) and gathers[6] > gathers[7]
     assert gather_gbps(H200, resident(H200)) == pytest.approx(H200.gpu.memory_gbps * H200.matmul.memory_efficiency)
 
 

@@ -237,8 +237,8 @@ class Gather(AllGather):
         if why:
             calls.went_elsewhere(group, Kind.ALL_GATHER, output_tensor, why)
             return self.own(output_tensor, input_tensor, group, async_op)
-        why = f"copied out: {self.copies_out or direct_gather.NO_ROOM}"
-        calls.made(Kind.ALL_GATHER, why, output_tensor.dtype, nbytes)
+        why = self.copies_out or direct_gather.objection_to(self._params) or direct_gather.NO_ROOM
+        calls.made(Kind.ALL_GATHER, f"copied out: {why}", output_tensor.dtype, nbytes)
         return calls.gather.all_gather(output_tensor, input_tensor, async_op=async_op, beside=COMPUTE)
 
 
