@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/images/ that show result files or predictions of the demo.
+"""Draw the pictures of docs/images/ that show result files.
 
 python tools/draw_images.py               # all of them
 python tools/draw_images.py c3-h200x4     # one
@@ -17,7 +17,6 @@ import matplotlib as mpl
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.report import draw
-from sidelane_lab.studies import demo
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = {
@@ -37,24 +36,16 @@ FRONT_PAIRS = (("cb1", 896 << 20), ("mb1", 896 << 20))
 """GEMMs and bytes in the picture of the README, which has room for two: the shortest GEMM and the longest."""
 
 
-DEMO = ("timeline-c3_base", "timeline-conccl")
-"""Pictures of `sidelane demo`."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join((*IMAGES, *DEMO))}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(IMAGES)}")
     asked = parser.parse_args()
-    for name in asked.names or (*IMAGES, *DEMO):
+    for name in asked.names or IMAGES:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            if name in DEMO:
-                demo.draw(demo.measured(), folder)
-                picture = name
-            elif name in IMAGES:
-                picture = draw_results(name, folder)
-            else:
+            if name not in IMAGES:
                 parser.error(f"no picture is called {name}")
+            picture = draw_results(name, folder)
             shutil.copy(folder / f"{picture}.png", ROOT / "docs" / "images" / f"{name}.png")
         print(f"docs/images/{name}.png")
 

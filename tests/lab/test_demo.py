@@ -81,7 +81,7 @@ def test_the_demo(tmp_path: Path) -> None:
     assert "no race, no deadlock, every byte of every output" in shown and "race on output@1" in shown
     wrong = re.findall(r"^ (\w+) +(\d+) +[\d.]+ +(\d+) +[\d.]+ *$", result.output, re.MULTILINE)
     assert len(wrong) == 7 and all((calls, count) == ("36", "0") for _, calls, count in wrong), result.output
-    assert "sidelane c3 --machine mi300x8" in shown
+    assert "sidelane c3 --machine h200x4" in shown
     assert "Percent of ideal" in shown and "by the fastest collective that was measured" in shown
     page = (tmp_path / "index.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 4 and "results/h200x4/c3.json" in page

@@ -31,7 +31,7 @@ ENTRY_POINTS = "sidelane.commands"
 
 WITHOUT_LABORATORY = (
     "The commands that measure and predict, such as demo, explain and plan, are not installed: "
-    'pip install "sidelane[lab]", or pip install ./lab in a checkout'
+    "pip install ./lab in a checkout"
 )
 """Text where no package adds commands."""
 

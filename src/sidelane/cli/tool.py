@@ -21,7 +21,7 @@ Begin with: sidelane demo
 \b
 What does my step gain?   sidelane plan --model 70b --machine h100x8
 And on two nodes?         sidelane plan --model 8b --machine 2xh100x8
-Which way does a call go? sidelane explain all_reduce 256K --machine mi300x8
+Which way does a call go? sidelane explain all_reduce 256K --machine h200x4
 How fast is this machine? sidelane nccl-tests all_reduce -b 8 -e 128M -f 2
 Does it overlap?          the page "profiling" of docs/guide
 """

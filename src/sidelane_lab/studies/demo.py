@@ -65,7 +65,7 @@ ROUNDS = 4
 CHOICE_BYTES = (64 << 10, 16 << 20, 1 << 30)
 CHOICE_MACHINE = "h200x4"
 NEXT = (
-    ("sidelane c3 --machine mi300x8", "every pair of the paper's study, predicted; --report FOLDER draws it"),
+    ("sidelane c3 --machine h200x4", "every pair of the paper's study, predicted; --report FOLDER draws it"),
     ("sidelane explain all_gather 16M --machine h200x4 --commands", "what one call would do, command by command"),
     ("torchrun --nproc-per-node 2 examples/own_program.py", "a program of your own, proved and run (in a checkout)"),
 )
