@@ -120,16 +120,18 @@ def test_words_that_were_renamed_do_not_come_back(house: ModuleType) -> None:
     for path, tree in house.trees(house.LIBRARY):
         defined = (node for node in ast.walk(tree) if isinstance(node, (*house.FUNCTIONS, ast.ClassDef)))
         names = [path.stem, *(node.name for node in defined)]
-        names += [node.targets[0].id for node in tree.body if _is_alias(node)]
+        names += [
+            node.targets[0].id
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id[0].isupper()
+        ]
         for name in names:
             words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name.replace("in_place", ""))
             if RENAMED.intersection(map(str.lower, words)):
                 found.append(f"{path.relative_to(house.ROOT)}: {name}")
     assert not found, "a word of the field stands for it now: see docs/internals/glossary.md, and other names around it"
-
-
-def _is_alias(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id[0].isupper()
 
 
 def test_values_that_errors_allow_are_sets_or_ranges(house: ModuleType) -> None:

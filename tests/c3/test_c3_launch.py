@@ -214,7 +214,9 @@ def test_what_backward_needs_is_recorded_and_hooks_of_others_go_on_working(monke
     y.sum().backward()
     torch.testing.assert_close(weight.grad, x.t() @ torch.ones(3, 3))
     seen: list[Any] = []
-    monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", lambda *hooks: seen.append(hooks) or open_block())
+    monkeypatch.setattr(
+        torch.autograd.graph, "saved_tensors_hooks", lambda *hooks: seen.append(hooks) or contextlib.nullcontext()
+    )
     with saved_for_backward(lane):  # type: ignore[arg-type]
         pass
     recorded = Recorded()
@@ -222,10 +224,6 @@ def test_what_backward_needs_is_recorded_and_hooks_of_others_go_on_working(monke
     with torch.no_grad(), saved_for_backward(lane):  # type: ignore[arg-type]
         pass
     assert len(seen) == 1, "nothing is saved without gradients"
-
-
-def open_block() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 def test_auto_leaves_units_to_the_sums_of_a_large_reduction(

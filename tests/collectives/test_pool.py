@@ -11,14 +11,6 @@ from sidelane.memory import allocator
 from sidelane.memory.storage import storage_of
 
 
-def overlap(one: allocator.Range, other: allocator.Range) -> bool:
-    return (
-        one.segment == other.segment
-        and one.offset < other.offset + other.nbytes
-        and other.offset < one.offset + one.nbytes
-    )
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_ranks_that_drop_at_times_of_their_own_give_out_the_same_places(seed: int) -> None:
     """Each rank says what it has dropped with each allocation; nothing is given out that any rank still has."""
@@ -56,7 +48,12 @@ def test_ranks_that_drop_at_times_of_their_own_give_out_the_same_places(seed: in
             place.nbytes == allocator.rounded(nbytes, allocator.ALIGNMENT) and place.offset % allocator.ALIGNMENT == 0
         )
         for rank in range(ranks):
-            assert not any(overlap(place, other) for other in held[rank].values())
+            assert not any(
+                place.segment == other.segment
+                and place.offset < other.offset + other.nbytes
+                and other.offset < place.offset + place.nbytes
+                for other in held[rank].values()
+            )
             held[rank][number] = place
     assert pools[0].reserved == max(pools[0].reserved, pools[0].used) < 60 * allocator.SEGMENT_BYTES
     for rank in range(ranks):

@@ -32,10 +32,6 @@ def program_of(parts: list[Collective], transports: list[Transport], variant: st
     return lower(build_batch(batch, variant, transports), {Copy})
 
 
-def gathers(n: int, count: int) -> Program:
-    return program_of([define.all_gather([64 + k] * n, in_place=True) for k in range(count)], [Transport.PUSH] * count)
-
-
 def test_copies_are_joined_exactly_as_far_as_none_touches_what_another_one_writes() -> None:
     """The footprint against a comparison of all pairs."""
     rng = random.Random(5)
@@ -168,7 +164,8 @@ def test_lists_on_the_legacy_stream_and_single_channels() -> None:
 
 
 def test_a_piece_without_an_address_is_named_when_loading() -> None:
-    program = gathers(2, 3)
+    moves = [define.all_gather([64 + k] * 2, in_place=True) for k in range(3)]
+    program = program_of(moves, [Transport.PUSH] * 3)
     with world_of(2) as world:
         lists = Lists(world, program, seed=3)
         table = lists.table(1, Buffer.OUTPUT)

@@ -171,12 +171,10 @@ def test_a_rank_that_cannot_probe_tells_its_peers() -> None:
     with pytest.raises(UnavailableError):
         probe_graphs(torch.device("cuda", 0), features, exchange, no_driver)  # type: ignore[arg-type]
     assert told == ["probe of graphs"]
-    found = probe_graphs(torch.device("cuda", 0), features, lambda _, make: [make(), "graphs: not there"], driver_of)  # type: ignore[arg-type]
+    found = probe_graphs(
+        torch.device("cuda", 0), features, lambda _, make: [make(), "graphs: not there"], lambda _: StandinDriver()
+    )  # type: ignore[arg-type]
     assert not found.graphs and found.note == "graphs: not there"
-
-
-def driver_of(device: object) -> StandinDriver:
-    return StandinDriver()
 
 
 def test_a_capture_is_refused_where_graphs_do_not_work() -> None:

@@ -258,6 +258,40 @@ def test_a_wait_that_lasts_is_one_line_of_the_log(
     assert re.search("rank 0 has waited [0-9] s for rank 1 ", line) and "the time-out is 1000 s" in line
 
 
+HANDED = """
+import traceback
+begin()
+if "later" in options:
+    dist.all_reduce(torch.ones(4, dtype=torch.int32))
+try:
+    # Rank 0 leaves its call to Gloo.
+    work = dist.all_reduce(torch.ones(4, dtype=torch.float32 if rank else torch.float64), async_op="async" in options)
+    "async" in options and work.wait()
+except Exception as error:
+    print("".join(traceback.format_exception_only(error)), flush=True)
+(folder / f"{rank} has ended").touch()
+until(f"{1 - rank} has ended")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("options", [("first",), ("later",), ("later", "async"), long(("first", "async"))])
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_call_that_one_rank_hands_over_is_named_to_the_others(
+    interpreter: Interpreter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], debug: bool
+) -> None:
+    """With debug all ranks learn of it before anything moves, otherwise those that wait, in the log and at the end."""
+    for name, value in (("WARN_S", "0.3"), ("TIMEOUT_S", "100" if debug else "3"), ("DEBUG", str(int(debug)))):
+        monkeypatch.setenv(f"SIDELANE_{name}", value)
+    _, (first, second), errors = run(interpreter, tmp_path, HANDED, 2, *options)
+    made = "all_reduce of float64 on cpu is made by gloo: sum of float64"
+    hint = f"it may be in a call that it handed over: {made}"
+    differ = f"MismatchError: .*rank 0: {made}, bytes 32, op sum; rank 1"
+    waits = f"PeerTimeoutError: .*{hint}", f"\n{made}\nSee docs/guide/errors.md", f"rank 1 has waited .*{hint}"
+    for text, found in zip((differ, differ) if debug else waits, (second, first, errors[1]), strict=False):
+        assert re.search(text, found), f"{found}{errors}"
+
+
 UNHEARD = """
 begin()
 if rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import random
@@ -206,9 +207,10 @@ def test_averages(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(3)
-def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(group: dist.ProcessGroup) -> None:
-    """What Sidelane does not do goes to Gloo, in between, with the same result on all ranks."""
-    with sidelane_group(group) as ours:
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(group: dist.ProcessGroup, debug: bool) -> None:
+    """What Sidelane does not do goes to Gloo, in between, with the same result on all ranks; compared with debug."""
+    with config.override(dataclasses.replace(config.current(), debug=debug)), sidelane_group(group) as ours:
         rank, size = ours.rank(), ours.size()
         for _ in range(3):
             work = dist.all_reduce(torch.ones(5), group=ours, async_op=True)
@@ -248,6 +250,35 @@ def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(group: dist.Proc
     assert {row.why for row in rows} == {
         *("max of bool", "operation product", "layout torch.sparse_coo", "Sidelane has no such operation")
     }
+
+
+@on_ranks(2)
+def test_an_output_of_another_dtype_is_refused_before_anything_moves(group: dist.ProcessGroup) -> None:
+    """By the rank that gives it, in words; and what Gloo refuses has a note about why Gloo got it."""
+    with sidelane_group(group) as ours:
+        whole, part, doubles = torch.ones(4, dtype=torch.int32), torch.ones(2), torch.zeros(4, dtype=torch.float64)
+        for call in (
+            lambda: ours.all_gather_single(whole, part).wait(),
+            lambda: ours.all_gather_single(doubles, part).wait(),
+            lambda: ours.allgather([list(whole.split(2))], [part]).wait(),
+            lambda: ours.reduce_scatter_single(part, whole).wait(),
+            lambda: ours.reduce_scatter_single(doubles[:2], torch.ones(4)).wait(),
+            lambda: ours.reduce_scatter_single(part, doubles).wait(),
+            lambda: ours.all_to_all_single(whole, torch.ones(4), [], []).wait(),
+            lambda: ours.alltoall(list(whole.split(2)), list(torch.ones(4).split(2))).wait(),
+        ):
+            with pytest.raises(TypeError, match=r"input and output must have one dtype \(output=torch.*, input=torch"):
+                call()
+        wrong = ours.rank() == 1  # and the other rank need not wait
+        with pytest.raises(TypeError if wrong else sidelane.PeerError, match="must have one dtype"):
+            ours.all_gather_single(whole if wrong else torch.ones(4), part).wait()
+        with pytest.raises(RuntimeError, match="Invalid scalar type") as found:
+            ours.allreduce([torch.ones(4).to(torch.float8_e4m3fn)]).wait()
+        assert found.value.__notes__ == [
+            "all_reduce of float8_e4m3fn on cpu is made by gloo: sum of float8_e4m3fn",
+            "See docs/guide/errors.md",
+        ]
+        assert whole.tolist() == [1] * 4 and not doubles.any()
 
 
 def exchange_large(group: dist.ProcessGroup, mixes: bool) -> list[tuple[str, str]]:
@@ -633,7 +664,9 @@ def test_tensors_that_are_not_contiguous_or_not_resolved(group: dist.ProcessGrou
             own = shape(given[rank].clone())
             whole = torch.empty(size * 8 * size, dtype=dtype)
             dist.all_gather_into_tensor(whole, own.flatten() if own.dim() > 1 else own, ours)
-            assert torch.equal(whole.cpu(), torch.cat([_flat(shape, each) for each in given]).cpu()), number
+            assert torch.equal(
+                whole.cpu(), torch.cat([shape(each.clone()).detach().resolve_neg().flatten() for each in given]).cpu()
+            ), number
             for op, reduce in ((Sum.SUM, torch.sum), (Sum.MAX, torch.amax)):
                 total = shape(given[rank].clone())
                 dist.all_reduce(total, op, ours)
@@ -666,10 +699,6 @@ def test_tensors_that_are_not_contiguous_or_not_resolved(group: dist.ProcessGrou
         assert any(event.name == "sidelane:all_reduce" for event in profile.function_events)
         with pytest.raises(ValueError, match="all_gather: output must hold"):
             dist.all_gather_into_tensor(torch.empty(3), torch.empty(2), ours)
-
-
-def _flat(shape: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
-    return shape(given.clone()).detach().resolve_neg().flatten()
 
 
 @on_ranks(2, gpu=default_stream)

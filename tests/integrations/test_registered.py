@@ -51,10 +51,6 @@ def exporting(comm: Communicator, **options: Any) -> tuple[MadeUpPieces, Numbere
     return pieces, driver
 
 
-def staging(comm: Communicator) -> int:
-    return comm.preparer._stagings[0].nbytes
-
-
 @on_ranks(1, 2, 3)
 def test_calls_need_no_staging(group: dist.ProcessGroup) -> None:
     """Collectives on registered memory, and again behind its registration."""
@@ -82,7 +78,7 @@ def test_calls_need_no_staging(group: dist.ProcessGroup) -> None:
                 variant = ("auto", "b2b", "pcpy", "auto")[step]
                 comm.all_gather(output, input, variant=variant)
                 if step == 0:
-                    staged = staging(comm)  # before the reductions, which need some
+                    staged = comm.preparer._stagings[0].nbytes  # before the reductions, which need some
                 comm.all_reduce(total)
                 expected = torch.arange(count, dtype=torch.int32) + 1000 * step
                 for peer, part in enumerate(output.view(n, count)):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from sidelane.errors import ProgramError
-from sidelane.program.ir import Command, Copy, EngineKind, Program, Queue, Signal, Wait
+from sidelane.program.ir import Command, Copy, EngineKind, Program, Signal, Wait
 from sidelane.program.pieces import arriving_program, coming, gathering_program, going, row_slices, split_program
 from sidelane.program.transform import arrivals_of, freeze, triggers_of
 from sidelane.program.verify import verify
@@ -111,10 +111,6 @@ def test_arrivals_with_mistakes_are_refused(program: Program) -> None:
     assert refused > 2 * len(used)
 
 
-def is_caller(queue: Queue) -> bool:
-    return queue.engine.kind is EngineKind.CALLER
-
-
 def of_flag(kind: type[Signal] | type[Wait], index: int) -> Callable[[Command], bool]:
     """True for a command of that kind on that flag."""
     return lambda command: isinstance(command, kind) and command.flag.index == index
@@ -124,7 +120,7 @@ def without(program: Program, left_out: Callable[[Command], bool], *, callers: b
     """Commands of the copy engines, or of callers, left out."""
     queues = [
         dataclasses.replace(queue, commands=tuple(itertools.filterfalse(left_out, queue.commands)))
-        if is_caller(queue) == callers
+        if (queue.engine.kind is EngineKind.CALLER) == callers
         else queue
         for queue in program.queues
     ]

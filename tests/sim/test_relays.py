@@ -10,7 +10,6 @@ import pytest
 from sidelane.program.builders import build
 from sidelane.program.builders.relay import SAVES_BYTES
 from sidelane.program.collective import broadcast
-from sidelane.program.ir import Program
 from sidelane.program.transform import freeze
 from sidelane_lab.machines.load import named
 from sidelane_lab.sim.simulate import simulate
@@ -20,12 +19,9 @@ RANKS = 4
 MEASURED = Path(__file__).parents[2] / "results" / "h200x4" / "broadcasts.json"
 
 
-def simulated_us(program: Program) -> float:
-    return simulate(freeze(program), named("h200x4")).time_us
-
-
 def by_variant(nbytes: int, variant: str) -> float:
-    return simulated_us(build(broadcast(nbytes, RANKS, 0, in_place=True), variant))
+    program = freeze(build(broadcast(nbytes, RANKS, 0, in_place=True), variant))
+    return simulate(program, named("h200x4")).time_us
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sidelane.choice.selection import Selection, select
 from sidelane.config import COMPUTE
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.kernel import MOST_BLOCK_FLAG_BYTES, may_be_direct
-from sidelane.program.shape import CallShape, Computation, Variant
+from sidelane.program.shape import CallShape, Variant
 
 SMALL_BYTES = 1 << 20
 """Bytes below which, without any measurement, kernels are taken if they are legal: on H200s a DMA collective spends
@@ -108,10 +108,21 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
         call = dataclasses.replace(call, symmetric=True)  # times are of ordinary tensors there, since all tensors are
     curves = () if profile is None else profile.comparable(call)
     measured_us = {curve.candidate: curve.at(call.nbytes) + _staging_us(call, curve.candidate) for curve in curves}
-    times = [(found, measured_us.get(found, measured_us.get(_wide(found)))) for found in legal]
+    # A wide kernel's times stand in for those of a narrow one: equal up to a MiB, some percent less above.
+    wide = {found: dataclasses.replace(found, variant=Variant.of(found.variant).wide) for found in legal}
+    times = [(found, measured_us.get(found, measured_us.get(wide[found]))) for found in legal]
     beside = call.computation
     if beside is not None:
-        times = [(found, None if us is None else _together_us(beside, found, us)) for found, us in times]
+        times = [
+            # Narrow kernels leave the computation nearly all units, as copies do.
+            (
+                found,
+                us
+                if us is None
+                else beside.together_us(us, by_kernels=found.launches_kernels and found == wide[found]),
+            )
+            for found, us in times
+        ]
     if all(us is None for _, us in times):
         return _by_heuristic(call, legal, tuple(times), abilities.through_host, measured=profile is not None)
     what = f" with {beside}" if beside is not None else ""
@@ -142,11 +153,6 @@ def _is_timed(profile: Profile | None, call: CallShape, abilities: Abilities) ->
     return known >= {found.implementation for found in candidates(call, abilities)}
 
 
-def _together_us(beside: Computation, found: Candidate, us: float) -> float:
-    """Return the time with the computation: narrow kernels leave it nearly all units, as copies do."""
-    return beside.together_us(us, by_kernels=found.launches_kernels and not Variant.of(found.variant).narrow)
-
-
 def _most_listed_bytes(call: CallShape) -> float:
     """Return the bytes from which on a list of tensors goes by copy engines."""
     if _is_relayed(call):
@@ -174,11 +180,6 @@ def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
     return Choice(pick, f"a list of tensors: {how}", ((pick, None), *others))
 
 
-def _wide(candidate: Candidate) -> Candidate:
-    """Return the wide kernel whose times stand in for a narrow one: equal up to a MiB, some percent less above."""
-    return dataclasses.replace(candidate, variant=Variant.of(candidate.variant).wide)
-
-
 def _staging_us(call: CallShape, candidate: Candidate) -> float:
     if call.symmetric or candidate.implementation != SM:
         return 0.0
@@ -193,7 +194,8 @@ def _by_heuristic(
 ) -> Choice:
     kernel = next((found for found in legal if found.implementation == SM), None)
     lacking = f"{call.kind} was not measured" if measured else "nothing was measured"
-    most = _most_through_host(call) if through_host else _most_by_heuristic(call)
+    most = math.inf if _is_relayed(call) else BROADCAST_BYTES if call.kind is Kind.BROADCAST else SMALL_BYTES
+    most = _most_through_host(call) if through_host else most
     if kernel is not None and call.nbytes < most:
         below = f" below {int(most) >> 20} MiB" if most < math.inf else ""
         return Choice(kernel, f"{lacking}; rule of thumb: a kernel{below}", table)
@@ -203,13 +205,6 @@ def _by_heuristic(
             return Choice(found, f"{lacking}; rule of thumb: {why}", table)
     engines = next((found for found in legal if found.variant == FIRST), legal[0])
     return Choice(engines, f"{lacking}; rule of thumb: one copy engine a rank", table)
-
-
-def _most_by_heuristic(call: CallShape) -> float:
-    """Return the bytes below which a kernel without measurements is taken."""
-    if call.kind is not Kind.BROADCAST:
-        return SMALL_BYTES
-    return math.inf if _is_relayed(call) else BROADCAST_BYTES
 
 
 def _most_through_host(call: CallShape) -> int:

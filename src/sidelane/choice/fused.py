@@ -224,7 +224,7 @@ def _nearest(
         and element_bytes in (None, time.element_bytes)
     ]
     alike = [time for time in alike if time.captured == captured] or alike
-    distant = [(_distances(time.sizes, sizes), time) for time in alike]
+    distant = [([abs(math.log(a / max(1, b))) for a, b in zip(time.sizes, sizes, strict=True)], time) for time in alike]
     close = [
         (distances, time)
         for distances, time in distant
@@ -291,10 +291,6 @@ def gemv_rate(sizes: tuple[int, ...]) -> float:
         return min(1.0, 1.3 * tiles / UNITS)  # a block of one token that is alone on a unit has more than its share
     share = tiles / (-(-tiles // UNITS) * UNITS)
     return share * GEMV_ALONE if tiles <= UNITS else share
-
-
-def _distances(one: tuple[int, ...], other: tuple[int, ...]) -> list[float]:
-    return [abs(math.log(first / max(1, second))) for first, second in zip(one, other, strict=True)]
 
 
 def expected_us(

@@ -128,7 +128,20 @@ class Profile:
             "command": self.command,
         }
         lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
-        rows: dict[str, list[dict[str, Any]]] = {"curves": [_curve_to_dict(curve) for curve in self.curves]}
+        rows: dict[str, list[dict[str, Any]]] = {
+            "curves": [
+                {
+                    "collective": str(curve.kind),
+                    "ranks": curve.world_size,
+                    "dtype": curve.dtype,
+                    "in_place": curve.in_place,
+                    "captured": curve.captured,
+                    **dataclasses.asdict(curve.candidate),
+                    "times": [[nbytes, float(f"{us:.4g}")] for nbytes, us in curve.times],
+                }
+                for curve in self.curves
+            ]
+        }
         if self.operators:
             rows["operators"] = [time.to_dict() for time in self.operators]
         lists = (f' "{name}": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows[name]) + "\n ]" for name in rows)
@@ -164,18 +177,6 @@ def _prefer(curves: tuple[Curve, ...], name: str, value: object) -> tuple[Curve,
     """Return the curves whose ``name`` is ``value``; if there is none, all that share the first one's."""
     same = tuple(curve for curve in curves if getattr(curve, name) == value)
     return same or tuple(curve for curve in curves if getattr(curve, name) == getattr(curves[0], name))
-
-
-def _curve_to_dict(curve: Curve) -> dict[str, Any]:
-    return {
-        "collective": str(curve.kind),
-        "ranks": curve.world_size,
-        "dtype": curve.dtype,
-        "in_place": curve.in_place,
-        "captured": curve.captured,
-        **dataclasses.asdict(curve.candidate),
-        "times": [[nbytes, float(f"{us:.4g}")] for nbytes, us in curve.times],
-    }
 
 
 def _read_rows(name: str, rows: Iterable[Any], read: Callable[[Any], T]) -> tuple[T, ...]:

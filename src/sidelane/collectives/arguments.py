@@ -269,7 +269,7 @@ class Arguments:
     def _same_dtype(self, function: str, output: torch.Tensor, input: torch.Tensor) -> None:
         check_tensors(function, output, input)
         if output.dtype != input.dtype:
-            raise ValueError(
+            raise TypeError(
                 f"{function}: input and output must have one dtype (output={output.dtype}, input={input.dtype})"
             )
 

@@ -270,12 +270,14 @@ class GroupCall:
             return "Sidelane has no such operation"
         # Ranks other than the root do not know the root's list; equal parts of an all_to_all here say nothing of those
         # elsewhere.
-        known = self.outputs if kind == Kind.SCATTER else self.inputs if kind == Kind.GATHER else self.tensors
+        sides = [
+            side for side, unknown in ((self.outputs, Kind.GATHER), (self.inputs, Kind.SCATTER)) if kind != unknown
+        ]
         if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
             parts = self.outputs if operation.has_output_parts else self.inputs if operation.has_input_parts else ()
             if len({tensor.numel() for tensor in parts}) > 1:
                 return "parts of several sizes"
-        return _refusal_of(known, op)
+        return _refusal_of(sides, op)
 
     def make_contiguous(self) -> None:
         """Put copies in place of tensors that are not contiguous, for another group: it reads no strides.
@@ -383,10 +385,11 @@ def _named(name: str) -> GroupReduction:
     return GroupReduction(name)
 
 
-def _refusal_of(tensors: Sequence[torch.Tensor], op: str | None) -> str:
+def _refusal_of(sides: Sequence[Sequence[torch.Tensor]], op: str | None) -> str:
+    tensors = [tensor for side in sides for tensor in side]
     if not tensors:
         return "no tensors"
-    first = tensors[0]
+    first, dtypes = tensors[0], [{tensor.dtype for tensor in side} for side in sides if side]
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             return f"layout {tensor.layout}"
@@ -394,9 +397,9 @@ def _refusal_of(tensors: Sequence[torch.Tensor], op: str | None) -> str:
             return f"tensors of class {type(tensor).__name__}"
         if tensor.device.type != first.device.type:
             return "tensors on several kinds of devices"
-        if tensor.dtype != first.dtype:
-            return "several dtypes"
-    if op is None:
+    if any(len(of_side) > 1 for of_side in dtypes):
+        return "several dtypes"
+    if op is None or dtypes[0] != dtypes[-1]:  # a communicator refuses an output of another dtype, and tells the peers
         return ""
     if op not in tuple(ReduceOp):
         return f"operation {op}"

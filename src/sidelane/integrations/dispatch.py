@@ -25,7 +25,7 @@ from sidelane.integrations import calls
 from sidelane.integrations.buffers import exchanged
 from sidelane.integrations.calls import GroupCall, GroupOperation, RepeatKey
 from sidelane.integrations.fallback import backends_of
-from sidelane.integrations.ledger import SIDELANE, Ledger, RowKey
+from sidelane.integrations.ledger import SIDELANE, Ledger, RowKey, maker_in_words
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, choose_steps
 from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
@@ -89,7 +89,7 @@ class GroupDispatcher:
             backend.life = weakref.ref(life)  # which refers to the other group, and that to this backend
         self._can_capture = torch.cuda.is_available()
         self._coalescing: list[dist.Work] | None = None
-        self._other_coalesces = False  # NCCL has begun to
+        self._other_coalesces, self._handed = False, NO_ROW  # NCCL has begun to; last call of it that peers can read
         # If torch's compiled code gets a work made in Python, it waits by the Python half, which it does not keep.
         # DDP's reducer waited for ever for the number of ranks that have not joined
         # (``divide_by_initial_world_size=False``).
@@ -162,13 +162,14 @@ class GroupDispatcher:
         nbytes = calls.larger_bytes(outputs, inputs) if has_lists else max(first.nbytes, tensors[-1].nbytes)
         is_left = nbytes > MOST_STAGED[operation][is_async] and self._may_leave(operation, tensors)
         row = self._left.get((key, is_async, nbytes * operation.repeats), NO_ROW) if is_left else NO_ROW
-        if row[-1] and are_plain(tensors, first.dtype, device) and not self._captures():
+        if row[-1] and are_plain(tensors, first.dtype, device) and not self._is_looked_at():
             self.ledger.note(row, "", nbytes)
+            self._hand_over(row)
             if self._coalescing is not None:
                 self._coalesce(device)
             # The backend's own method, since torch's dispatcher in front of it takes as long as all of this.
             method = getattr(self.life.other._get_backend(device), operation.method, None)
-            make = functools.partial(self._make_by_library, operation.method, args, method=method)
+            make = functools.partial(self._make_by_library, operation.method, args, row, method=method)
             made = self.life.orders[device.type].other(make, tensors, is_async, captures=False)
             return self._collect(made, is_async, nbytes)
         on_thread = device.type == "cpu" and (opts.timeout > NO_TIMEOUT or self._captures())
@@ -202,6 +203,10 @@ class GroupDispatcher:
         made = self.life.communicators.get(tensors[0].device.type if tensors else "cpu")
         return None if made is None else made.calls
 
+    def _is_looked_at(self) -> bool:
+        """Return True if calls that NCCL makes are looked at each time: in captures, and with debug."""
+        return self._captures() or self.life.debug
+
     def _captures(self) -> bool:
         """Return True if the current stream is captured into a graph."""
         return self._can_capture and torch.cuda.is_current_stream_capturing()
@@ -220,9 +225,13 @@ class GroupDispatcher:
         ):
             call.refusal = self.life.refusals[device]  # on the host, calls find that out in their turn
         self._require_order(call, device)
+        # With debug, all calls of all ranks are compared. On CPUs that takes its turn among asynchronous calls.
+        is_compared = call.refusal and self.life.debug and not (self.life.no_memory(device) or self._captures())
+        if is_compared and device != "cpu":
+            self._compare(call, device, self.life.communicator(call.tensors[0].device))
         if order is None:
             work = self._make_other(call, device)
-        elif call.refusal:
+        elif call.refusal and not (is_compared and device == "cpu"):
             work = order.other(lambda: self._make_other(call, device), call.tensors, call.is_async)
         else:
             work = order.run(lambda: self._make(call, device), call.tensors, call.outputs, call.is_async, call.timeout)
@@ -339,44 +348,50 @@ class GroupDispatcher:
         if communicator is None:
             call.refusal = self.life.refusals[device]
             self._require_order(call, device)
-            self._make_other(call, device).wait()
-            return
         try:
-            call.make(cast(Communicator, communicator))  # a method that both kinds of communicator have
+            if call.refusal:
+                self._compare(call, device, communicator)
+            else:
+                call.make(cast(Communicator, communicator))  # a method that both kinds of communicator have
         except Exception as error:
             # NCCL has made the calls before this capture, which therefore have left no staging.
             row = self._left.get(_key_of_left(call), NO_ROW) if isinstance(error, StagingError) else NO_ROW
-            if row[-1] and self._coalescing is None:
-                call.refusal = row[-1]
-                call.make_contiguous()
-                self._make_other(call, device).wait()
-                return
-            self.life.explain(error)
-            raise
+            if not row[-1] or self._coalescing is not None:
+                self.life.explain(error)
+                raise
+            call.refusal = row[-1]
+            call.make_contiguous()
+        if call.refusal:
+            self._make_other(call, device).wait()
+            return
         if not isinstance(communicator, Communicator):
-            self._note(call, device, SIDELANE, HIERARCHICAL, call.reason)
+            self.ledger.note(self._row(call, device, HIERARCHICAL), call.reason, call.nbytes)
             return
         choice, self.ledger.peers = communicator.last_choice(), communicator.backend.peers
         assert choice is not None
-        self._note(call, device, SIDELANE, choice.candidate.variant, choice.reason)
+        self.ledger.note(self._row(call, device, choice.candidate.variant), choice.reason, call.nbytes)
         if call.key is not None and call.operation.repeats:
             self._repeated[call.key] = RepeatedCall(communicator, call, self.life.orders[device])
 
     def _make_other(self, call: GroupCall, device: str, peers: Sequence[int] | None = None) -> dist.Work:
         name, is_of_all = self.names.get(device, "none"), peers is None
         needed = range(len(self.life.ranks)) if peers is None else peers
-        self._note(call, device, name, call.refusal)
+        row = self._row(call, device)
+        self.ledger.note(row, "", call.nbytes)
+        if is_of_all:
+            self._hand_over(row)
         if name == "nccl" and self._coalescing is not None and call.tensors:
             self._coalesce(call.tensors[0].device)
         if name != "nccl":  # which refuses tensors that are not contiguous, on this rank, in words
             call.make_contiguous()
         looks = is_of_all and name == "gloo"
-        return self._make_by_library(call.operation.method, call.args, needed, looks=looks, copies=call.copies)
+        return self._make_by_library(call.operation.method, call.args, row, needed, looks=looks, copies=call.copies)
 
     def _make_by_library(
         self,
         name: str,
         args: Sequence[Any],
+        row: RowKey,
         needed: Sequence[int] | None = None,
         method: Callable[..., dist.Work | None] | None = None,
         **options: Any,
@@ -385,12 +400,12 @@ class GroupDispatcher:
         needed = range(len(self.life.ranks)) if needed is None else needed
         try:
             work = (method or getattr(self.life.other, name))(*args)
-        except RuntimeError as error:
-            self.life.failed_peers.explain(error, needed)
+        except (RuntimeError, TypeError, ValueError) as error:
+            self.life.failed_peers.explain(error, needed, row)
             raise
         if work is None:
             return EndedWork()
-        return OtherWork(work, self.life.failed_peers, needed, **options)
+        return OtherWork(work, self.life.failed_peers, needed, row=row, **options)
 
     def _coalesce(self, device: torch.device) -> None:
         """Let NCCL make its calls as one from here on, up to the end of those that are coalesced."""
@@ -398,9 +413,29 @@ class GroupDispatcher:
             self.life.other._start_coalescing(device)
             self._other_coalesces = True
 
-    def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
-        key = call.operation.name, calls.dtype_name(call.tensors[0].dtype) if call.nbytes else "", device, where, why
-        self.ledger.note(key, reason, call.nbytes)
+    def _hand_over(self, row: RowKey) -> None:
+        """Let ranks that wait for this one know its last call of the other group; before a communicator, its kind."""
+        made, text = (
+            self.life.communicators.get(row[2]),
+            f"it may be in a call that it handed over: {maker_in_words(row)}",
+        )
+        if isinstance(made, Communicator) and row != self._handed:
+            self._handed = row
+            made.control.hand_over(text)
+        elif made is None and getattr(self.ledger.sums.get(row), "calls", 0) == 1 and not self.life.uses(row[2]):
+            self.life.failed_peers.liveness.hand_over(text)
+
+    def _compare(self, call: GroupCall, device: str, communicator: object) -> None:
+        """Compare a call that the other group makes with the calls of the peers, before it begins."""
+        if isinstance(communicator, Communicator):
+            sizes = [("bytes", call.nbytes), *call.options.items()] * call.operation.repeats  # others' may differ
+            words = [maker_in_words(self._row(call, device)), *(f"{name} {size}" for name, size in sizes)]
+            communicator.agree(call.operation.name, ", ".join(words))
+
+    def _row(self, call: GroupCall, device: str, choice: str = "") -> RowKey:
+        """Return the row of a call: Sidelane's with the variant that it chose, or else the other group's."""
+        maker = (SIDELANE, choice) if choice else (self.names.get(device, "none"), call.refusal)
+        return call.operation.name, calls.dtype_name(call.tensors[0].dtype) if call.nbytes else "", device, *maker
 
 
 def _key_of_left(call: GroupCall) -> tuple[RepeatKey, bool, int]:

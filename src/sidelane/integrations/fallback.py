@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from sidelane import forks
-from sidelane.errors import PeerError
+from sidelane.errors import Page, PeerError, see
 from sidelane.integrations.buffers import Registering
+from sidelane.integrations.ledger import RowKey, maker_in_words
 from sidelane.memory.liveness import DYING_S, Liveness
 
 BackendType = dist.ProcessGroup.BackendType
@@ -130,11 +131,18 @@ class FailedPeers:
     def __init__(self, liveness: Liveness) -> None:
         self.liveness, self.dead, self.gone = liveness, liveness.dead, liveness.gone
 
-    def explain(self, error: RuntimeError, peers: Sequence[int]) -> None:
-        """Raise an error that names the dead, for an error of the other group; return if all live."""
+    def explain(self, error: Exception, peers: Sequence[int], row: RowKey | None = None) -> None:
+        """Raise an error that names the dead, for an error of the other group; if all live, add a note to it.
+
+        Args:
+            error: the error.
+            peers: ranks that the call needs.
+            row: row of the report for the call, which the note repeats; None for no note.
+        """
         text = str(error).lower()
-        if not any(word in text for word in _OF_PEERS):
-            return
-        gone = self.gone(peers, within_s=0.0 if any(word in text for word in _LATE) else DYING_S)
-        if gone:
+        within_s = 0.0 if any(word in text for word in _LATE) else DYING_S
+        if any(word in text for word in _OF_PEERS) and (gone := self.gone(peers, within_s=within_s)):
             raise PeerError(f"{'; '.join(gone.values())}: {error}", tuple(gone)) from error
+        if row is not None:
+            error.add_note(maker_in_words(row))
+            see(error, Page.ERRORS)

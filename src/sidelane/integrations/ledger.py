@@ -125,11 +125,10 @@ class Ledger:
             entry.calls += 1
             entry.nbytes += nbytes
             entry.reason = reason
-        operation, dtype, device, where, why = key
+        operation, _, _, where, why = key
         if is_new:
-            what = f"{operation} of {dtype} on {device}" if dtype else operation
             level = logging.INFO if where == SIDELANE else logging.WARNING
-            log.calls.log(level, "group %s: %s is made by %s: %s", self.group, what, where, why)
+            log.calls.log(level, "group %s: %s", self.group, maker_in_words(key))
         if where != SIDELANE and ranges.observers:
             ranges.notify("fell_back", operation, where, why)
 
@@ -138,6 +137,16 @@ class Ledger:
         operation, dtype, device, where, why = key
         why = f"{why}: {entry.reason}" if entry.reason else why
         return ReportRow(self.group, self._ranks, operation, dtype, device, where, why, entry.calls, entry.nbytes)
+
+
+def maker_in_words(key: RowKey) -> str:
+    """Return a sentence about calls of one kind: their maker, and the reason.
+
+    >>> maker_in_words(("all_reduce", "float64", "cpu", "gloo", "sum of float64"))
+    'all_reduce of float64 on cpu is made by gloo: sum of float64'
+    """
+    operation, dtype, device, where, why = key
+    return f"{operation}{f' of {dtype} on {device}' if dtype else ''} is made by {where}: {why}"
 
 
 def report() -> Report:

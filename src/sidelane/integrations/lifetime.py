@@ -209,11 +209,14 @@ class GroupLifetime:
         for communicator in list(self.communicators.values()):
             communicator.set_timeout(timeout.total_seconds())
 
+    @property
+    def debug(self) -> bool:
+        """True if all calls are compared between the ranks: with ``SIDELANE_DEBUG``, or torch's ``DETAIL``."""
+        return settings.current().debug or dist.get_debug_level() == dist.DebugLevel.DETAIL
+
     def config(self) -> settings.Config:
         """Return the settings of communicators that are made now."""
-        config = settings.current()
-        debug = config.debug or dist.get_debug_level() == dist.DebugLevel.DETAIL
-        return dataclasses.replace(config, timeout_s=self.timeout.total_seconds(), debug=debug)
+        return dataclasses.replace(settings.current(), timeout_s=self.timeout.total_seconds(), debug=self.debug)
 
     def communicator(self, where: torch.device) -> Communicator | NodesCommunicator | None:
         """Return the communicator of a device; None if the ranks found out together that there can be none."""

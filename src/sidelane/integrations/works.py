@@ -17,6 +17,7 @@ import torch.distributed as dist
 from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT, CallFuture, FutureWork, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError, anew
+from sidelane.integrations.ledger import RowKey
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.modes import untraced
@@ -110,6 +111,7 @@ class OtherWork(dist.Work):
             is for calls only whose ``wait`` has no side effects when it times out. A timed-out send or receive of Gloo
             ends the call and every connection of the group; one of NCCL may abort its communicator.
         copies: tensors of the caller with the contiguous ones that the call writes, to copy back when it has ended.
+        row: row of the report for the call, which its errors repeat; None for none.
 
     Attributes:
         tensors: tensors of a call that a later one may come behind before the caller waits for it.
@@ -129,9 +131,11 @@ class OtherWork(dist.Work):
         *,
         looks: bool = False,
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        row: RowKey | None = None,
     ) -> None:
         super().__init__()
-        self._work, self._watch, self._peers, self._looks, self._maker = work, watch, peers, looks, os.getpid()
+        self._work, self._watch, self._peers, self._row = work, watch, peers, row
+        self._looks, self._maker = looks, os.getpid()
         if copies:
             self._copies, self._copying = list(copies), threading.Lock()
             self.stands_for = {id(copy): tensor for tensor, copy in copies}
@@ -150,7 +154,7 @@ class OtherWork(dist.Work):
         except SidelaneError:
             raise
         except RuntimeError as error:
-            self._watch.explain(error, self._peers)
+            self._watch.explain(error, self._peers, self._row)
             raise
 
     def precede(self) -> None:
@@ -158,7 +162,7 @@ class OtherWork(dist.Work):
         try:
             self._work.wait()
         except RuntimeError as error:
-            self._watch.explain(error, self._peers)
+            self._watch.explain(error, self._peers, self._row)
             raise
         for tensor in self.tensors:
             if tensor.is_cuda and tensor.layout is torch.strided:

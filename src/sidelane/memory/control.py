@@ -5,9 +5,9 @@ call that the rank has begun and ended, its current step, its last calls, and it
 CPU and GPU executors use it alike. The ranks know each other's processes (``memory.liveness``) when it is made.
 
 Layout of a part: four words (last call begun, last call ended, closed, last call agreed on), then records (see
-``memory.record``): the step, the abort and a ring of the last 64 calls. Words are single stores; records carry a
-sequence number and a checksum, so that a reader gets either a whole record or none, on every memory model
-(``memory.record`` tells why a plain store would not do on ARM).
+``memory.record``): the step, the abort, the last call of another library and a ring of the last 64 calls. Words are
+single stores; records carry a sequence number and a checksum, so that a reader gets either a whole record or none, on
+every memory model (``memory.record`` tells why a plain store would not do on ARM).
 """
 
 from __future__ import annotations
@@ -141,6 +141,11 @@ class ControlBlock:
                 payload = culprits.encode() + b"\0" + posts.fit(message, posts.ABORT_BYTES - 100)
                 # The monotonic clock is one for the machine: it tells which of several aborts came first.
                 self.own.abort.write(time.monotonic_ns(), posts.TIMED_OUT if timed_out else posts.FAILED, payload)
+
+    def hand_over(self, text: str) -> None:
+        """Record the call that this rank hands to another library now, for ranks that wait for this one."""
+        # Without the lock: a signal handler may make such a call, and a torn record is nothing but a missing hint.
+        self.own.handed.write(NO_CALL, posts.OK, posts.fit(text, posts.STEP_TEXT_BYTES))
 
     def close(self) -> None:
         """Record that this rank makes no further call. Idempotent. The memory is unmapped with the last reference."""
@@ -292,8 +297,9 @@ class ControlBlock:
         doing = f", {step[2].decode(errors='replace')}" if step and step[0] == begun and begun > ended else ""
         progress = f"in call {begun}" if begun > ended else f"ended call {ended}" if ended else "has begun no call"
         over = f", has ended call {call}" if 0 < call <= ended < begun else ""
-        pid = self._liveness.process(rank).pid
-        return f"rank {rank} (pid {pid}, {state}, {progress}{doing}{over}{self._other_call(rank, call)})"
+        pid, handed = self._liveness.process(rank).pid, part.handed.read()
+        others = f", {handed[2].decode(errors='replace')}" if handed else ""
+        return f"rank {rank} (pid {pid}, {state}, {progress}{doing}{over}{self._other_call(rank, call)}{others})"
 
     def _waits(self, rank: int) -> bool:
         step = self._parts[rank].step.read()
@@ -312,7 +318,9 @@ class ControlBlock:
         """
         call, self.unread = self.unread, 0
         until = time.monotonic() + self._patience_s
-        while not all(part.has_read(call) or part.words[posts.CLOSED] for part in self._parts):
+        # A rank reads no more posts of a call that it has read, or once it has begun a later call.
+        words = [part.words for part in self._parts]
+        while any(each[posts.AGREED] < call >= each[posts.BEGUN] and not each[posts.CLOSED] for each in words):
             try:
                 self._check_aborts()
                 self._check_gone(call)

@@ -151,7 +151,7 @@ class Exchange:
         waits = LongWaits(self.rank, self.warn_s)
 
         def describe() -> tuple[str, str]:
-            return users_call() or what, f"{ranks_in_words(ranks)} to come"
+            return users_call() or what, f"{ranks_in_words(ranks)} to come{self.liveness.handed_over(ranks)}"
 
         while ranks := missing():
             give_up_if_it_ends()
@@ -168,7 +168,7 @@ class Exchange:
                 waited = f"rank {self.rank} waited {now - began:.1f} s until its timeout for {ranks_in_words(ranks)}"
                 if self._number == 1:  # the ranks have never met
                     waited += ": all ranks of a group make its communicators and calls, in one order"
-                raise PeerTimeoutError(self._title(what, waited), ranks)
+                raise PeerTimeoutError(self._title(what, waited + self.liveness.handed_over(ranks)), ranks)
             time.sleep(min(max((now - began) / 8, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
 
     def _title(self, what: str, text: str) -> str:
@@ -206,7 +206,9 @@ class Exchange:
             try:
                 found = self._read(what) if outcome.met else {}
                 # In the first one, others may have seen that all are there, and have gone on.
-                if outcome.met and (not is_first or self._is_whole(found, outcome)):
+                if outcome.met and (
+                    not is_first or (len(found) == self.world_size and outcome == store_values.met(_by_rank(found)))
+                ):
                     return _by_rank(found)
                 if is_first:
                     self._forget(1)
@@ -217,9 +219,6 @@ class Exchange:
             finally:
                 del failure  # its traceback refers to this frame: a reference cycle
             self._go_on()
-
-    def _is_whole(self, found: Mapping[int, store_values.Post], outcome: store_values.ExchangeOutcome) -> bool:
-        return len(found) == self.world_size and outcome == store_values.met(_by_rank(found))
 
     def _take_part(self, what: str, item: Any) -> tuple[store_values.ExchangeOutcome, PeerError | None]:
         """Post, and wait for the others. Return the outcome of the exchange, and this rank's own error, if any."""

@@ -159,20 +159,34 @@ class Liveness:
 
     def leave(self, how: str) -> None:
         """Tell the others, in a sentence, that this rank makes no more calls of the group."""
+        self._post(_LEFT, how)
+
+    def hand_over(self, text: str) -> None:
+        """Tell the others, as long as they have no communicator, which call this rank hands to another library."""
+        self._post(_HANDED, text)
+
+    def handed_over(self, ranks: Sequence[int]) -> str:
+        """Return, for the end of a text about a wait for ranks, the latest calls that they have handed over."""
+        return "".join(f"; rank {rank}: {text}" for rank in ranks if (text := self._posted(_HANDED, rank)))
+
+    def _post(self, subject: str, text: str) -> None:
         if self._connection is not None:
             with contextlib.suppress(RuntimeError):  # the store may have gone with another rank
-                self._connection.set(_LEFT + self.member[1], json.dumps(how))
+                self._connection.set(subject + self.member[1], json.dumps(text))
+
+    def _posted(self, subject: str, rank: int) -> str:
+        if rank in self._members and self._connection is not None:
+            # The store may have gone with another rank, and others write there, too.
+            with contextlib.suppress(RuntimeError, ValueError):
+                text = value_of(self._connection, subject + self._members[rank][1])
+                return "" if text is None else str(parsed(text))
+        return ""
 
     def _end_of(self, rank: int) -> str:
         if (pid := self._pid_of_the_dead(rank)) is not None:
             return f"rank {rank} (rank {self.ranks[rank]} of the world, pid {pid}) died"
-        if rank in self._members and self._connection is not None:
-            # The store may have gone with another rank, and others write there, too.
-            with contextlib.suppress(RuntimeError, ValueError):
-                text = value_of(self._connection, _LEFT + self._members[rank][1])
-                if text is not None:
-                    return str(parsed(text))
-        return "" if self._wider is None else self._wider[0]._end_of(self._wider[1][rank])
+        left = self._posted(_LEFT, rank)
+        return left or ("" if self._wider is None else self._wider[0]._end_of(self._wider[1][rank]))
 
     def _pid_of_the_dead(self, rank: int) -> int | None:
         if rank in self._members:
@@ -292,7 +306,7 @@ def set_liveness(group: dist.ProcessGroup, liveness: Liveness) -> None:
     _known[group] = liveness
 
 
-_LEFT = "sidelane/left/"
+_LEFT, _HANDED = "sidelane/left/", "sidelane/handed/"
 _SHOWN = 100
 _LIBRARIES = ("sidelane", "torch", "contextlib", "functools", "threading", "concurrent")
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, Liveness] = weakref.WeakKeyDictionary()

@@ -76,6 +76,7 @@ class PostMemory:
         self.words = view[: 8 * 8].cast("Q")
         self.step = Record(view[64 : 64 + STEP_BYTES])
         self.abort = Record(view[1024 : 1024 + ABORT_BYTES])
+        self.handed = Record(view[1024 + ABORT_BYTES : PAGE_BYTES])
         slots = view[PAGE_BYTES:]
         self.slots = [Record(slots[i * SLOT_BYTES : (i + 1) * SLOT_BYTES]) for i in range(RING_CALLS)]
 
@@ -86,10 +87,6 @@ class PostMemory:
 
     def slot(self, call: int) -> Record:
         return self.slots[call % RING_CALLS]
-
-    def has_read(self, call: int) -> bool:
-        """Return True if this rank reads no more posts of a call: it has read them, or has begun a later call."""
-        return self.words[AGREED] >= call or self.words[BEGUN] > call
 
     def posted(self, rank: int, call: int) -> PostedCall | None:
         slot = self.slot(call)

@@ -172,7 +172,7 @@ class TorchSymmetricMemory:
         def map_all() -> None:
             nonlocal handle
             rendezvous = functools.partial(self._rendezvous, tensor)
-            handle = persistent(self._device, rendezvous) if _graphs_may_be_compiled() else rendezvous()
+            handle = persistent(self._device, rendezvous) if _COMPILES_GRAPHS in sys.modules else rendezvous()
 
         with contextlib.ExitStack() as stack:
 
@@ -295,13 +295,12 @@ def _c10d() -> Any:
     return _distributed_c10d
 
 
-def _graphs_may_be_compiled() -> bool:
-    """Return True if ``torch.compile`` may be running this code in the memory pool of a graph.
+_COMPILES_GRAPHS = "torch._inductor.cudagraph_trees"
+"""Module of ``torch.compile``, which may be running this code in the memory pool of a graph where it is loaded.
 
-    No tensors may remain in such a pool, and a handle keeps two arrays of addresses from torch's allocator: then
-    ``persistent`` makes it on another thread, which costs time otherwise.
-    """
-    return "torch._inductor.cudagraph_trees" in sys.modules
+No tensors may remain in such a pool, and a handle keeps two arrays of addresses from torch's allocator: then
+``persistent`` makes it on another thread, which costs time otherwise.
+"""
 
 
 def _symmetric_memory() -> Any:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -191,27 +191,21 @@ def shared_bytes_of(device: torch.device, per_unit: int) -> int:
     return int(of_unit) // per_unit - RESERVED_BYTES  # for a single program that is CUDA's limit
 
 
-def _agreed(columns: Sequence[Sequence[int]]) -> ProblemSizes:
-    return max(columns[0]), sum(columns[1]), max(columns[2])
-
-
 def _too_large(sizes: ProblemSizes) -> str:
     is_large = 4 * sizes[0] * sizes[2] > CELLS_BYTES
     return f"fused takes up to {CELLS_BYTES // 4} elements of the result" if is_large else ""
-
-
-def _host_objection(ranks: int, sizes: ProblemSizes) -> str:
-    # Cells of several tokens are padded: 8 rows of a decoding step took 37 us a call more than separate calls.
-    return "fused takes one token through host memory" if sizes[2] > 1 else host_objection(ranks, 4 * sizes[0])
 
 
 OPERATOR = FusedOperator(
     NAME,
     ("rows", "columns of all ranks", "tokens"),
     has_sum=True,
-    agreed=_agreed,
+    agreed=lambda columns: (max(columns[0]), sum(columns[1]), max(columns[2])),
     too_large=_too_large,
-    through_host=lambda ranks, sizes, element_bytes: _host_objection(ranks, sizes),
+    # Cells of several tokens are padded: 8 rows of a decoding step took 37 us a call more than separate calls.
+    through_host=lambda ranks, sizes, element_bytes: (
+        "fused takes one token through host memory" if sizes[2] > 1 else host_objection(ranks, 4 * sizes[0])
+    ),
 )
 
 

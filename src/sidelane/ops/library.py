@@ -253,10 +253,6 @@ def embedding_all_to_all_backward(
     return found if of_weights is None else [*found, of_weights]
 
 
-def _scattered_like(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0] // communicator(comm).world_size, weight.shape[0])
-
-
 def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     _, for_x, for_weight = ctx.needs_input_grad
@@ -264,14 +260,14 @@ def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
     return None, of_all @ weight if for_x else None, of_all.T @ x if for_weight else None
 
 
-@operator(_scattered_like, _reduce_scatter_backward, _saves)
+@operator(
+    lambda comm, x, weight: x.new_empty(x.shape[0] // communicator(comm).world_size, weight.shape[0]),
+    _reduce_scatter_backward,
+    _saves,
+)
 def gemm_reduce_scatter(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return this rank's rows of the sum of ``x @ weight.T`` of [M, K] and [H, K]."""
     return pipelined_gemm.gemm_reduce_scatter(communicator(comm), in_rows(x), in_rows_or_columns(weight))
-
-
-def _gathered_like(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0] * communicator(comm).world_size, weight.shape[0])
 
 
 def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -281,7 +277,11 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, of_x, grad.T @ all_gather_rows(ctx.comm, x) if for_weight else None
 
 
-@operator(_gathered_like, _all_gather_backward, _saves)
+@operator(
+    lambda comm, x, weight: x.new_empty(x.shape[0] * communicator(comm).world_size, weight.shape[0]),
+    _all_gather_backward,
+    _saves,
+)
 def all_gather_gemm(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return ``all_gather(x) @ weight.T`` of [M, K] and [H, K]."""
     return pipelined_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows_or_columns(weight))

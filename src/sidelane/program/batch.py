@@ -99,7 +99,7 @@ Definition = Collective | Batch | Contract
 def parts_of(definition: Collective | Batch) -> Iterator[tuple[Collective, Callable[[Span], Span]]]:
     """Yield each collective of a definition with the function that maps its spans to spans of the program."""
     if isinstance(definition, Collective):
-        yield definition, _as_it_is
+        yield definition, lambda span: span
         return
     for number, part in enumerate(definition.parts):
         yield part, partial(definition.placed, number)
@@ -117,7 +117,3 @@ def lay_out(sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
-
-
-def _as_it_is(span: Span) -> Span:
-    return span

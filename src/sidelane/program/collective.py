@@ -228,7 +228,7 @@ class Collective:
         [(0, 0, 0), (0, 1, 0), (1, 0, 4), (1, 1, 4)]
         """
         # A column of offsets per destination, kept while walking the sources; the offset in a source is its row's sum.
-        dst_offsets = [0] * self.world_size
+        dst_offsets, is_whole = [0] * self.world_size, self.kind is Kind.ALL_REDUCE
         for src_rank, row in enumerate(self.counts):
             src_offset = 0
             for dst_rank, nbytes in enumerate(row):
@@ -237,7 +237,8 @@ class Collective:
                         src_rank,
                         src_offset if self._sends_distinct else 0,
                         dst_rank,
-                        dst_offsets[dst_rank] if self._receives_distinct else self._reduced_offset(dst_rank),
+                        # Each rank reduces one shard; all_reduce puts it where it lies in the input, others at 0.
+                        dst_offsets[dst_rank] if self._receives_distinct else is_whole * sum(self.counts[0][:dst_rank]),
                         nbytes,
                     )
                 src_offset += nbytes
@@ -250,10 +251,6 @@ class Collective:
     @property
     def _receives_distinct(self) -> bool:
         return self.kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.GATHER)
-
-    def _reduced_offset(self, dst_rank: int) -> int:
-        # Each rank reduces one shard; all_reduce puts it where it lies in the input, reduce_scatter at the start.
-        return sum(self.counts[0][:dst_rank]) if self.kind is Kind.ALL_REDUCE else 0
 
     def input_bytes(self, rank: int) -> int:
         """Return the size of the input of ``rank`` in bytes."""

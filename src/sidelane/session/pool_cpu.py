@@ -83,7 +83,8 @@ class _Placing(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        written = [kwargs[name] for name in _outputs(func) if isinstance(kwargs.get(name), torch.Tensor)]
+        outputs = (argument.name for argument in func._schema.arguments if argument.is_out)
+        written = [kwargs[name] for name in outputs if isinstance(kwargs.get(name), torch.Tensor)]
         empty = [out for out in written if not out.untyped_storage().nbytes()]
         result = func(*args, **kwargs)
         for out in empty:
@@ -98,7 +99,9 @@ class _Placing(TorchDispatchMode):
             return result
         leaves = pytree.tree_leaves((args, kwargs))
         given = {
-            each.untyped_storage()._cdata for each in leaves if isinstance(each, torch.Tensor) and _has_storage(each)
+            each.untyped_storage()._cdata
+            for each in leaves
+            if isinstance(each, torch.Tensor) and each.layout is torch.strided and each.device.type != "meta"
         }
 
         def moved(value: Any) -> Any:
@@ -134,11 +137,3 @@ def _fits(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
-
-
-def _has_storage(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type != "meta"
-
-
-def _outputs(func: Any) -> list[str]:
-    return [argument.name for argument in func._schema.arguments if argument.is_out]

@@ -104,7 +104,7 @@ class Tracer(Observer):
         nbytes, dtype = call.nbytes, call.dtype
         label = f"{call.name} {format_bytes(nbytes)}B {dtype}" if nbytes else call.name
         traced = _Traced(label, 0 if call.maker is None else id(call.maker), call.began_ns)
-        if self._is_on_device(call):
+        if self._zero is not None and call.device == "cuda" and not torch.cuda.is_current_stream_capturing():
             traced.begin = _marked(torch.cuda.current_stream())
         self._calls.append(traced)
         return traced
@@ -145,9 +145,6 @@ class Tracer(Observer):
                     found.append((lane, traced.label, began_ns, ended_ns))
                     free_ns[traced.maker] = max(free_ns.get(traced.maker, 0), ended_ns)
         return found
-
-    def _is_on_device(self, call: ObservedCall) -> bool:
-        return self._zero is not None and call.device == "cuda" and not torch.cuda.is_current_stream_capturing()
 
     def _time_of(self, event: torch.cuda.Event) -> int:
         assert self._zero is not None

@@ -207,7 +207,7 @@ class DeviceWatch:
         if self.failure is not None:
             return
         front = self._front()
-        started = front is not None and self._started(front)
+        started = front is not None and reached(int(self._words.array[STARTED]), front.epoch)
         subject = front if started else self._replayed() or front
         if subject is not self._subject:  # one object for as long as it is first
             self._subject, self._since, self._doomed_since, self._flags_before = subject, None, None, None
@@ -284,9 +284,6 @@ class DeviceWatch:
         if last_ended != NO_CALL:  # also of those that were never seen to run
             self._monitor.end(last_ended)
         return self._first
-
-    def _started(self, front: WatchedProgram) -> bool:
-        return reached(int(self._words.array[STARTED]), front.epoch)
 
     def _replayed(self) -> WatchedProgram | None:
         busy = int(self._words.array[BUSY])

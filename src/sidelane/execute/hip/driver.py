@@ -331,7 +331,9 @@ class HipDriver(Driver):
             properties = torch.cuda.get_device_properties(self.index)
             return int(getattr(properties, "shared_memory_per_block", _LDS_BYTES))
         if name == "ASYNC_ENGINE_COUNT":
-            return _engine_count(self.index)
+            from sidelane.machine import amd
+
+            return amd.engine_counts().get(self.index, 0)  # as the kernel's topology lists them
         raise UnavailableError(f"the HIP runtime has no device attribute {name}")
 
     def version(self) -> int:
@@ -357,10 +359,3 @@ class HipDriver(Driver):
         exchanged = _INT(mode)
         self.runtime.call("hipThreadExchangeStreamCaptureMode", ctypes.addressof(exchanged))
         return exchanged.value
-
-
-def _engine_count(index: int) -> int:
-    """Return the number of SDMA engines that the kernel's topology lists for a GPU; 0 if it does not tell."""
-    from sidelane.machine import amd
-
-    return amd.engine_counts().get(index, 0)

@@ -94,12 +94,13 @@ class NodesStatus:
         published = self._published()
         return list(published[0]) if published is not None else self._liveness.dead(self._neighbours)
 
-    def explain(self, error: Exception, peers: Sequence[int]) -> NoReturn:
+    def explain(self, error: Exception, peers: Sequence[int], row: None = None) -> NoReturn:
         """Raise for an error of a part of a call, after an agreement.
 
         Args:
             error: the error.
             peers: ranks at fault, if no rank knows better.
+            row: parameter of ``fallback.FailedPeers.explain``; such a part has no row of its own.
         """
         self._release()
         raise self.agree(error, peers) from error

@@ -105,10 +105,6 @@ class _Piece:
     def is_summed(self) -> bool:
         return self.number >= 0 and not self.is_result
 
-    def is_read_before(self, other: _Piece, ranks: int) -> bool:
-        """Return True if receivers have read it when engines come to another piece: sums wait for all of a step."""
-        return ((self.step[0], ranks) if self.is_summed else self.step) < other.step
-
 
 def chunked(
     definition: Call | Batch, transport: Transport = Transport.STAGED, piece_bytes: int = 0, slots: int = SLOTS
@@ -202,8 +198,9 @@ class _Chunked:
         Sums take twice as many, so that parts of the next one are copied while one is added.
         """
         for least in itertools.count(1):
-            pairs = zip(pieces, pieces[least:], strict=False)
-            if all(before.is_read_before(piece, self.world_size) for before, piece in pairs):
+            # Receivers have read a piece when engines come to the later one: sums wait for all of a step.
+            last = [(piece.step[0], self.world_size) if piece.is_summed else piece.step for piece in pieces]
+            if all(step < piece.step for step, piece in zip(last, pieces[least:], strict=False)):
                 return max(slots, 2 * least if any(piece.is_summed for piece in pieces) else least)
         raise AssertionError("a sender has a slot for each piece")
 

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterator
 
 from sidelane.program import ir
-from sidelane.program.batch import Batch, Definition
+from sidelane.program.batch import Batch
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.contract import Contract
 from sidelane.program.verify.layout import MAX_FLAGS, name_command
@@ -76,8 +76,8 @@ def _is_plainly_right(program: ir.Program, sizes: Sizes, queue: ir.Queue, comman
                 return False
             if isinstance(program.collective, Batch) or (dst.rank == src.rank and dst.buffer == src.buffer):
                 return False
-            if _callers_move(program):
-                return False
+            if isinstance(program.collective, Contract) and program.collective.computed + program.collective.used:
+                return False  # its callers move
             for span in (dst, src):
                 if not 0 <= span.rank < program.world_size or span.offset < 0:
                     return False
@@ -142,10 +142,6 @@ def _computed(program: ir.Program, queue: ir.Queue, index: int) -> Iterator[str]
         yield "a caller engine reads behind its waits, which say that it may"
 
 
-def _callers_move(program: ir.Program) -> bool:
-    return isinstance(program.collective, Contract) and bool(program.collective.computed + program.collective.used)
-
-
 def _span(program: ir.Program, sizes: Sizes, queue: ir.Queue, span: Span) -> Iterator[str]:
     if not 0 <= span.rank < program.world_size:
         yield f"{span} names a rank outside of 0..{program.world_size - 1}"
@@ -155,14 +151,10 @@ def _span(program: ir.Program, sizes: Sizes, queue: ir.Queue, span: Span) -> Ite
         yield f"{span} has {span.nbytes} bytes; commands move at least one"
     elif span.offset < 0 or span.end > size:
         yield f"{span} is out of bounds: {span.buffer}@{span.rank} has {size} bytes"
-    elif span.buffer != Buffer.STAGING and not _in_one_piece(program.collective, span):
+    elif span.buffer != Buffer.STAGING and isinstance(program.collective, Batch) and not program.collective.holds(span):
         yield f"{span} is out of bounds: it does not lie within one piece of {program.collective}"
     if queue.engine.kind is ir.EngineKind.LOCAL and span.rank != queue.rank:
         yield f"{span} is on another rank; a local engine moves bytes that stay on rank {queue.rank}"
-
-
-def _in_one_piece(definition: Definition, span: Span) -> bool:
-    return not isinstance(definition, Batch) or definition.holds(span)
 
 
 def _same_size(operands: tuple[Span, ...]) -> Iterator[str]:
