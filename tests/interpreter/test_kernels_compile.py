@@ -13,7 +13,7 @@ pytest.importorskip("triton")  # it has no packages for macOS, where there is no
 
 import own_kernels
 import triton
-from every_kernel import AVERAGE, MB, moving, reducing, site_of, tiles
+from every_kernel import AVERAGE, MB, moving, reducing, site_of, table, tiles
 from triton.backends.compiler import GPUTarget
 
 from sidelane.device.language import compiling_for, is_nvidia
@@ -73,10 +73,11 @@ def test_kernels_through_host_memory_have_wide_loads_and_few_senders(ranks: int)
     assert "ld.volatile.global.b64" not in text
     assert [
         through_host.arrange(
-            site, tiles(size * MB // 2, 8192, ranks), (MB,) * ranks, MB, AVERAGE, distinct=False, root=None
+            site, cut(size * MB // 2, 8192, ranks), (MB,) * ranks, MB, AVERAGE, distinct=distinct, root=None
         ).blocks
+        for cut, distinct in ((tiles, False), (tiles, True), (table, False))
         for size in (1, 2, 4, 8)
-    ] == ([10, 10, 20, 40] if ranks == 2 else [40] * 4)
+    ] == ([10, 10, 20, 40] if ranks == 2 else [40] * 4) + [40] * 8, "reduce-scatters and lists were not measured"
 
 
 @pytest.mark.parametrize(("ranks", "available"), [(4, 227 << 10), (8, 227 << 10), (4, 163 << 10), (3, 0)])

@@ -22,10 +22,7 @@ from ranks import crew
 from torch.nn import functional
 
 from sidelane import config
-from sidelane.collectives.backend_cpu import CpuBackend
 from sidelane.config import Config
-from sidelane.machine.peers import PeerMemory
-from sidelane.ops.operator import HOST_CELLS_BYTES
 from sidelane.program.collective import ReduceOp
 from sidelane.servers import group as servers_group
 from sidelane.servers import setting
@@ -167,17 +164,6 @@ def test_norms(group: dist.ProcessGroup) -> None:
                 found = served.all_reduce_rms_norm(x, x if with_residual else None, weight, 1e-6)
                 assert (found is not None) is (rows < 5)
             assert "captured graphs contain addresses" in served.suspend()
-
-
-@on_ranks(2, interpreted=True)
-def test_norms_of_many_bytes_through_host_memory_are_the_servers(group: dist.ProcessGroup) -> None:
-    weight = torch.ones(HOST_CELLS_BYTES // 64)
-    with mock.patch.object(CpuBackend, "peers", PeerMemory(True, "a test")), made(group) as served:
-        assert [served.fuses(tokens) for tokens in (1, 8, 9)] == [True, True, False]
-        for x in (torch.ones(tokens, len(weight)) for tokens in (8, 16, 17)):
-            found = served.all_reduce_rms_norm(x, x, weight, 1e-6)
-            assert (found is not None) == served.normalises(x, weight) == (len(x) < 17)
-            assert found is None or (found[1].eq(3).all() and torch.allclose(found[0], weight, atol=1e-5))
 
 
 @on_ranks(2, gpu=True)

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from sidelane import config
 from sidelane.config import Config
+from sidelane.machine.peers import PeerMemory
 from sidelane.program.collective import ReduceOp
 from sidelane.servers import sglang
 from sidelane.servers.group import ServerGroup
@@ -347,6 +348,31 @@ def test_norms(group: dist.ProcessGroup) -> None:
             input_tensor=wide, residual=wide, weight=torch.ones(4)
         )
         assert found == (None, None) and server.calls == ["norm"], "SGLang adds and normalises itself"
+
+
+@on_ranks(2, 3, interpreted=True)
+def test_norms_of_many_bytes_through_host_memory_are_the_servers(group: dist.ProcessGroup) -> None:
+    """64 KiB of two ranks are fused. SGLang asks with tokens alone, for which rows count 16 KiB; these have 8."""
+    with (
+        mock.patch("sidelane.collectives.backend_cpu.CpuBackend.peers", PeerMemory(True, "a test")),
+        serving() as (server, lines),
+    ):
+        server.group(group)
+        fuses = sys.modules["sglang.srt.layers.communicator"].apply_flashinfer_allreduce_fusion
+        assert ([tokens for tokens in range(1, 513) if fuses(tokens)], "as before" in lines[0]) == (
+            ([1, 2, 3, 4], False) if group.size() == 2 else ([], True)
+        ), "three ranks were not timed"
+        for x in (torch.ones(tokens, 2048) for tokens in (4, 8, 9)):
+            y, total = sys.modules[NORM].flashinfer_allreduce_residual_rmsnorm(
+                input_tensor=x, residual=x, weight=torch.ones(2048)
+            )
+            assert (
+                (total is not None and total.eq(3).all() and torch.allclose(y, x, atol=1e-5))
+                == sglang.made[0].normalises(x, torch.ones(2048))
+                == sglang.made[0].fuses(x.nbytes)
+                == (group.size() == 2 and len(x) < 9)
+            )
+        assert server.calls == ["norm"] * (1 if group.size() == 2 else 3), "no sum and no norm in two calls"
 
 
 @on_ranks(2)

@@ -48,9 +48,9 @@ SENDERS, LOADERS = 8, 4
 at once, 8 and 32 took 507 us for 16 MiB between two GPUs, 4 and 16 took 555 (results/notes/kernels.md)."""
 
 TILES_OF_A_SENDER = 64
-"""Tiles of a sum between two ranks for each block that stores, of which two are the least: fences of one GPU wait for
-each other. Sums of 512 KiB and 1 MiB take 30 and 48 us with 2 of them, and 33 and 53 with 8; 2 MiB take 80 with 4 and
-87 with 8, and 4 MiB are alike (results/notes/kernels.md)."""
+"""Tiles of an all-reduce between two ranks for each block that stores, of which two are the least: fences of one GPU
+wait for each other. 512 KiB and 1 MiB take 30 and 48 us with 2 of them, 32 and 53 with 8; 2 MiB take 87 with 2 and 8,
+80 are predicted with 4 (results/notes/no-peers.md). Reduce-scatters and lists were not timed, and have ``SENDERS``."""
 
 LEAST_ROUNDS = 8
 """Smallest number of tiles that a block stores in a chunk, for which it fences once."""
@@ -81,7 +81,11 @@ def arrange(
         root: the only rank that sends; None if all do.
     """
     n = site.world_size
-    most = max(2, tiles.count // TILES_OF_A_SENDER) if n == 2 and reduction is not None else SENDERS
+    most = (
+        max(2, tiles.count // TILES_OF_A_SENDER)
+        if n == 2 and reduction is not None and not (distinct or tiles.constants["TABLE"])
+        else SENDERS
+    )
     senders = max(1, min(SENDERS, most, tiles.count, site.most_blocks // (1 + LOADERS)))
     rounds = max(LEAST_ROUNDS, -(-tiles.count // (senders * MOST_CHUNKS)))
     constants = {

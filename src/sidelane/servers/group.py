@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane.ops.handle import INTERPRETED, is_captured, power_of_two
-from sidelane.ops.operator import host_objection
 from sidelane.ops.rms_norm import MOST_ROW_BYTES, MOST_TOKENS, all_reduce_rms_norm, is_worth_it
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
@@ -27,7 +26,7 @@ from sidelane.sizes import format_bytes
 SUMMED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 """Dtypes of sums between ranks."""
 
-_MOST_FUSED_RANKS = 8
+_MOST_FUSED_RANKS, _MOST_BYTES_THROUGH_HOST = 8, 64 << 10  # larger ones were not timed (results/notes/no-peers.md)
 
 _SUSPENDED = "suspended"
 
@@ -165,7 +164,7 @@ class ServerGroup:
     def normalises(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Return whether :meth:`all_reduce_rms_norm` takes a sum [tokens, hidden] and a weight [hidden]."""
         return (
-            self.fuses()
+            self.fuses(x.nbytes)
             and self.takes(x, weight, dtypes=SUMMED[:3])
             and x.dim() == 2
             and x.dtype == weight.dtype
@@ -191,16 +190,16 @@ class ServerGroup:
         self._prepared.add(kind)
         return all_reduce_rms_norm(self._counted("all_reduce_rms_norm"), x, residual, weight, eps=eps, **tensors)
 
-    def fuses(self, tokens: int = 1) -> bool:
-        """Return whether :meth:`all_reduce_rms_norm` takes sums of so many tokens: kernels run here, bits may differ.
+    def fuses(self, nbytes: int = 0) -> bool:
+        """Return whether :meth:`all_reduce_rms_norm` takes sums of so many bytes: kernels run here, bits may differ.
 
-        Through host memory so many rows of 8,192 numbers, 16 KiB each, have to be few enough.
+        Through host memory it takes those of two ranks that were timed in a step.
         """
         return (
             self.comm is not None
             and not self._batch_invariant
-            and not (self.comm.backend.peers.through_host and host_objection(self.comm.world_size, tokens << 14))
-            and self.comm.world_size <= _MOST_FUSED_RANKS
+            and self.comm.world_size <= (2 if self.comm.backend.peers.through_host else _MOST_FUSED_RANKS)
+            and (nbytes <= _MOST_BYTES_THROUGH_HOST or not self.comm.backend.peers.through_host)
             and (self.comm.device.type == "cuda" or INTERPRETED)
         )
 

@@ -32,6 +32,7 @@ LOG = logging.getLogger("sglang.sidelane")
 
 _STATE = "sglang.srt.distributed.parallel_state"
 _CUSTOM = "sglang.srt.distributed.device_communicators.custom_all_reduce"
+_ROW_BYTES = 16 << 10  # of 8,192 numbers: SGLang asks with a number of tokens alone
 _CALLS = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"
 _FUSED = "flashinfer_allreduce_residual_rmsnorm"
 _FASTER = "CustomAllReduceV2"
@@ -183,7 +184,7 @@ def _fuses(original: Callable[[int], bool], batch_size: int) -> bool:
         return original(batch_size)
     served = [(group.world_size, _of(group, sums=True)) for group in _groups()]
     return original(batch_size) or all(
-        size == 1 or (each is not None and each.fuses(batch_size)) for size, each in served
+        size == 1 or (each is not None and each.fuses(batch_size * _ROW_BYTES)) for size, each in served
     )
 
 
@@ -192,7 +193,9 @@ def _norm(original: Callable[..., Any], **given: Any) -> Any:
 
     x, weight, is_attention = given["input_tensor"], given["weight"], given.get("use_attn_tp_group", True)
     served = _of(_groups()[not is_attention], sums=True)
-    if served is None or not (served.normalises(x, weight) or (served.fuses(len(x)) and not fuses.__wrapped__(len(x)))):
+    if served is None or not (
+        served.normalises(x, weight) or (served.fuses(len(x) * _ROW_BYTES) and not fuses.__wrapped__(len(x)))
+    ):
         return original(**given)  # FlashInfer's
     group = "attention" if is_attention else "experts"
     return norm_operator("sglang", _group_norms)(x, given["residual"], weight, given.get("eps", 1e-6), group, None)[:2]
