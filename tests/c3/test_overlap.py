@@ -261,7 +261,7 @@ def test_auto_takes_engines_and_refuses_half_a_description(group: dist.ProcessGr
                 told.append(str(error))
     assert told[0].startswith("copy_engines: copy engines")
     assert len(told) == 11 and all("moves (value=" in text for text in told[1:6])
-    assert all("strategy auto takes computation and moves" in told[number] for number in (6, 7, 8))
+    assert all("strategy auto takes computation and moves" in text and "(missing: " in text for text in told[6:9])
     assert "need strategy='auto'" in told[9] and "computation (value='compute'" in told[10]
 
 

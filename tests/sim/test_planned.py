@@ -223,23 +223,22 @@ def test_the_answer_says_which_comparison_is_nearest():
     experts = Step(preset("Mixtral-8x7B"), 64, 64, tensor=2)
     none, both = "Nothing was compared with", [planning.STEPS, planning.TITAN]
     for name, step, said, *sharding in (
-        ("h200x4", titan.step, both),
+        ("h200x4", titan.step, [planning.STEPS]),
         ("h200x4", dataclasses.replace(titan.step, recomputed=False), [planning.STEPS]),
-        ("4xb200", titan.step, both),
+        ("4xb200", titan.step, [planning.STEPS]),
         ("32xh100", titan.step, [*both, f"{none} several nodes"]),
-        ("2x2xh200", titan.step, [*both, f"{none} several nodes"]),
+        ("2x2xh200", titan.step, [planning.STEPS, f"{none} several nodes"]),
         ("8xmi300x", titan.step, [planning.EXPECTED]),
         ("32xmi300x", titan.step, [planning.EXPECTED]),
         ("h200x4", experts, [planning.STEPS, f"{none} experts, --tp and --cp"]),
-        ("h200x4", titan.step, [*both, f"{none} DDP"], "DDP"),
-        ("2xrtx4090", titan.step, [*both, f"{none} GPUs without NVLink"]),
-        ("8xL4", titan.step, [*both, f"{none} GPUs without NVLink"]),
+        ("h200x4", titan.step, [planning.STEPS, f"{none} DDP"], "DDP"),
+        ("2xrtx4090", titan.step, [planning.STEPS, f"{none} GPUs without NVLink"]),
+        ("8xL4", titan.step, [planning.STEPS, f"{none} GPUs without NVLink"]),
         ("1xh100", dataclasses.replace(titan.step, dtype="bfloat16"), [*both, f"{none} one GPU, --dtype bfloat16"]),
-        ("h200x2", dataclasses.replace(titan.step, optimizer="sgd"), [*both, f"{none} --optimizer sgd"]),
+        ("h200x2", dataclasses.replace(titan.step, optimizer="sgd"), [planning.STEPS, f"{none} --optimizer sgd"]),
     ):
-        assert [text.rpartition("; ")[2] for text in planning.how_sure(named(name), step, *sharding)] == [
-            f"{one}." for one in said
-        ]
+        texts = [text.rpartition("; ")[2] for text in planning.how_sure(named(name), step, *sharding)]
+        assert [text for text in texts if "machine are assumed" not in text] == [f"{one}." for one in said] != texts
     assert len({question for question, *_ in QUESTIONS}) == len({words for _, words, _ in QUESTIONS}) == 20
     assert f"13% off at worst in {len(MEASURED)} rows" in serving.SURE and f"| {len(MEASURED)} rows of" in GUIDE
 

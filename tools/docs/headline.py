@@ -16,8 +16,10 @@ from docs.measured import (
     MIB,
     REDUCED,
     Cells,
+    Row,
     Where,
     best,
+    fastest,
     is_possible,
     ratio,
     rows_of,
@@ -46,7 +48,8 @@ CALL: tuple[Where, Where] = {"implementation": ("nccl", "nccl_ce", "symm_mem")},
 PAIR: tuple[Where, Where] = {"strategy": tuple(set().union(*SETTINGS.values()))}, {"strategy": "auto"}
 E2E, FSDP, CLIENTS, C3 = (f"h200x2/{name}.json" for name in ("e2e", "fsdp-nccl-2.32", "clients", "c3"))
 Line = tuple[str, str, str, str, Where, tuple[Where, Where], tuple[str, str]]
-"""What runs, entry point and what moves the bytes, in words; file, columns of both sides and of each; column, unit."""
+"""What runs, entry point and what moves the bytes, in words ("": ``made_by`` of the row); file, columns of both sides
+and of each; column, unit."""
 LINES: list[Line] = [
     ("token of Llama 3.1 8B, 8 sequences, CUDA graph", GROUP, KERNELS, E2E,
      {"launch": "graph", "size": "llama-3.1-8b-x8"}, WAY, MS),
@@ -75,7 +78,7 @@ LINES: list[Line] = [
          {"program": "fsdp", "model": "mistral-7b", "batch": batch}, (WAY[0], {"way": "enable"}), MS)
         for batch, optimizer in ((1, "AdamW"), (4, "SGD"))
     ),
-    ("DDP step of Llama 3.1 8B, AdamW, 1 x 2048 tokens", GROUP, "NCCL", CLIENTS,
+    ("DDP step of Llama 3.1 8B, AdamW, 1 x 2048 tokens", GROUP, "", CLIENTS,
      {"program": "ddp", "model": "llama-3.1-8b"}, WAY, MS),
     ("GEMM 8192x8192x8192 and all-gather of 896 MiB", COMMUNICATOR, COPIES, C3,
      {"gemm": "cb1", "bytes": 896 * MIB, "collective": GATHER}, PAIR, US),
@@ -96,8 +99,25 @@ def headline() -> Cells:
         both = [best(rows_of(file), {**where, **side}, column) for side in sides]
         assert all(both), f"{file} lacks a row of {where}"
         faster = f"**{ratio(rows_of(file), where, *sides, column)}**", run(file, {**where, **sides[1]}, column)
+        by = by or movers(fastest(rows_of(file), {**where, **sides[1]}, column))
         cells.append([what, entry, by, *(f"{short(one)} {unit}" for one in both), *faster])
     return cells
+
+
+def movers(row: Row | None) -> str:
+    """Return what moved the bytes of the calls that a row lists, in the words of this table.
+
+    >>> movers({"made_by": "9 all_reduce by sidelane (b2b); 4 broadcast by sidelane (one_shot)"})
+    'copies, 0 SMs; sums: kernels'
+    >>> movers({"made_by": "9 all_reduce by nccl (sum of float64); 1 broadcast by sidelane (one_shot)"})
+    'kernels and NCCL'
+    """
+    assert row is not None
+    made = [call.partition(" by ")[2] for call in row["made_by"].split("; ")]
+    by_kernels = any(one.startswith("sidelane") and "_shot" in one for one in made)
+    by_copies = any(one.startswith("sidelane") and "_shot" not in one for one in made)
+    ours = (BOTH if by_kernels else COPIES) if by_copies else KERNELS if by_kernels else ""
+    return " and ".join(filter(None, (ours, "NCCL" * any(one.startswith("nccl") for one in made))))
 
 
 def over_all_sizes() -> Cells:

@@ -86,7 +86,8 @@ def overlap(
     if strategy == AUTO:
         if computation is None or not moves or units is not None:
             raise _refused(
-                f"overlap: strategy auto takes computation and moves, no units (value={computation}, {moves}, {units})"
+                "overlap: strategy auto takes computation and moves, no units (missing: "
+                f"{', '.join(['computation'] * (computation is None) + ['moves'] * (not moves)) or '-'}; {units=})"
             )
         way = choose_overlap(on, computation, moves).candidate
     else:

@@ -144,9 +144,11 @@ def named(name: str) -> spec.Machine:
         apart = f"several nodes of these GPUs are not described, but {near[0]} is"
         few = apart if nodes > 1 and gpu in _gpus() else few
         few = f"say how many, such as {near[0]}" if kind in _gpus() and not parts else few
+        on_pcie = '"l40sx8" (PCIe 4.0, no NVLink) and changes units, peak_tflops, memory_gbps and memory_gb of [gpu]'
         raise ValueError(
             f"machine: {name!r}: {few}; the nearest names are {', '.join(near)}. Yours can be described in a file that "
-            f'begins with base = "{canonical_name(near[0])}" (docs/internals/model.md)'
+            f"""begins with base = {on_pcie if "pcie" in name.lower() else f'"{canonical_name(near[0])}"'} """
+            "(docs/internals/model.md)"
         )
     return dataclasses.replace(with_nodes(_with_gpus(base, gpus), nodes), name=wanted)
 

@@ -20,7 +20,7 @@ from sidelane_lab.harness.terminal import progress, say, say_written, tables_con
 from sidelane_lab.machines.load import MOST_NODES, find, with_nodes
 from sidelane_lab.machines.numbers import write_report
 from sidelane_lab.machines.ranges import Band
-from sidelane_lab.machines.spec import Machine, RunStatus
+from sidelane_lab.machines.spec import Machine, NumberSource, RunStatus
 from sidelane_lab.model import serving
 from sidelane_lab.model.collectives import PCIE_GBPS
 from sidelane_lab.model.layer import WEIGHT_BYTES, Step, StepMemory, head_us, optimizer_us, parallel_us, step_memory
@@ -38,9 +38,7 @@ CODE = {
 """Calls that a program writes, by strategy."""
 LIBRARY, *_ = STRATEGIES
 STEPS = "FSDP2 steps of Llamas on H200s were within 6%, and 16% before they were seen"
-TITAN = (
-    "Llama 3.1 8B on 8 H100s is predicted 28% faster than torchtitan was (5,762 tokens/s per GPU), 11% than compiled"
-)
+TITAN = "8B (--tokens 16K --sequence 8K) is predicted 28% faster than torchtitan was on 8 H100s, 11% than compiled"
 EXPECTED = "405B on 32 MI300X and 70B on 8 are predicted 17% and 2% faster than AMD expects"
 """Comparisons of a plan with figures of others, as docs/guide/start-planning.md has them."""
 
@@ -302,7 +300,7 @@ def answer(planned: TrainingPlan) -> list[str]:
 def how_sure(machine: Machine, step: Step, sharding: str = FSDP) -> list[str]:
     """Say which comparison is nearest to a plan, and how far off it was; the largest error, where none is near."""
     is_amd = machine.runs is RunStatus.UNSUPPORTED
-    near = [STEPS] if machine.name in ("h200x2", "h200x4") and not step.recomputed else [STEPS, TITAN]
+    near = [STEPS, TITAN] if machine.name.startswith("h100") else [STEPS]
     near = [EXPECTED] if is_amd else near
     apart = {
         "one GPU": machine.world_size == 1,
@@ -315,6 +313,10 @@ def how_sure(machine: Machine, step: Step, sharding: str = FSDP) -> list[str]:
         f"--optimizer {step.optimizer}": step.optimizer != "adamw",
     }
     names = ", ".join(name for name, is_there in apart.items() if is_there)
+    sources = [quantity.source for quantity in machine.quantities().values()]
+    near += [
+        f"{n} of {len(sources)} numbers of this machine are assumed" for n in [sources.count(NumberSource.ASSUMED)] if n
+    ]
     first, *more = [*near, *([f"Nothing was compared with {names}"] if names else [])]
     return [f"How sure: {serving.RUNS.get(machine.runs, machine.runs)}; {first}.", *(f"{one}." for one in more)]
 

@@ -12,7 +12,7 @@ from sidelane_lab.harness.terminal import tables_console
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.machines.spec import Machine, NumberSource, RunStatus
 
-SHORT_STATUS = {RunStatus.MEASURED: "measured", RunStatus.UNRUN: "never", RunStatus.UNSUPPORTED: "not yet"}
+SHORT_STATUS = {RunStatus.MEASURED: "measured", RunStatus.UNRUN: "should run", RunStatus.UNSUPPORTED: "cannot run"}
 """Words of the table for whether Sidelane has run on a machine."""
 
 
@@ -48,7 +48,7 @@ def machines_table(machines: list[Machine]) -> Table:
     notes = (
         "--machine takes a name (also 8xH100, 2xh100x8, and h100x8x4 for any number of nodes), or a TOML or JSON file "
         "(docs/internals/model.md)",
-        "run there: measured; never: predicted, and Sidelane should run; not yet: predicted, and Sidelane cannot run",
+        "run there: measured; should run: never run, but nothing speaks against it; cannot run: Sidelane has no way",
         "units: of a GPU; GB/s: DMA copies over a link or port, one direction; a node: all of its NICs, one direction; "
         "known: numbers from data sheets, papers and measurements",
     )
