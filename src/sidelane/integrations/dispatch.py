@@ -415,15 +415,12 @@ class GroupDispatcher:
 
     def _hand_over(self, row: RowKey) -> None:
         """Let ranks that wait for this one know its last call of the other group; before a communicator, its kind."""
-        made, text = (
-            self.life.communicators.get(row[2]),
-            f"it may be in a call that it handed over: {maker_in_words(row)}",
-        )
-        if isinstance(made, Communicator) and row != self._handed:
+        made = self.life.communicators.get(row[2])
+        if isinstance(made, Communicator) and row != self._handed:  # each call comes here, and the words take time
             self._handed = row
-            made.control.hand_over(text)
+            made.control.hand_over(f"it may be in a call that it handed over: {maker_in_words(row)}")
         elif made is None and getattr(self.ledger.sums.get(row), "calls", 0) == 1 and not self.life.uses(row[2]):
-            self.life.failed_peers.liveness.hand_over(text)
+            self.life.failed_peers.liveness.hand_over(f"it may be in a call that it handed over: {maker_in_words(row)}")
 
     def _compare(self, call: GroupCall, device: str, communicator: object) -> None:
         """Compare a call that the other group makes with the calls of the peers, before it begins."""
