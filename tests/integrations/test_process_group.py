@@ -209,7 +209,7 @@ def test_averages(group: dist.ProcessGroup) -> None:
 @on_ranks(3)
 @pytest.mark.parametrize("debug", [False, True])
 def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(group: dist.ProcessGroup, debug: bool) -> None:
-    """What Sidelane does not do goes to Gloo, in between, with the same result on all ranks; compared with debug."""
+    """Gloo makes the calls that Sidelane does not, with the same result on all ranks; with debug they are compared."""
     with config.override(dataclasses.replace(config.current(), debug=debug)), sidelane_group(group) as ours:
         rank, size = ours.rank(), ours.size()
         for _ in range(3):

@@ -48,7 +48,7 @@ CALL: tuple[Where, Where] = {"implementation": ("nccl", "nccl_ce", "symm_mem")},
 PAIR: tuple[Where, Where] = {"strategy": tuple(set().union(*SETTINGS.values()))}, {"strategy": "auto"}
 E2E, FSDP, CLIENTS, C3 = (f"h200x2/{name}.json" for name in ("e2e", "fsdp-nccl-2.32", "clients", "c3"))
 Line = tuple[str, str, str, str, Where, tuple[Where, Where], tuple[str, str]]
-"""What runs, entry point and what moves the bytes, in words ("": ``made_by`` of the row); file, columns of both sides
+"""Workload, entry point and mover of the bytes, in words ("": ``made_by`` of the row); file, columns of both sides
 and of each; column, unit."""
 LINES: list[Line] = [
     ("token of Llama 3.1 8B, 8 sequences, CUDA graph", GROUP, KERNELS, E2E,
