@@ -42,7 +42,7 @@ _OF_COMPILERS = ("ALLOW_", "DISABLE_", "LLVM_", "MLIR_", "NVPTX_", "TRITON_", "U
 _DEPENDENT = "DEPENDENT"  # constant that only this module sets: a kernel waits for the end of the one before it
 DEPENDENT_ON: tuple[int, ...] = ()
 """Compute capabilities on which such a kernel is launched ahead of that end (programmatic dependent launch): none until
-the device tests have passed with (90,), which was measured (results/TODO.md)."""
+the device tests have passed with (90,), whose gain was measured (results/TODO.md)."""
 
 MOST_CONSTANTS = 1024  # dictionaries of constants for which the kernel is cached by their identity
 
