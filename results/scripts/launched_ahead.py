@@ -138,8 +138,8 @@ def main() -> None:
         step(rank, "synchronize", torch.cuda.synchronize)
     for number, comm in enumerate(comms):
         step(rank, f"close {number}", comm.close)
+    step(rank, "graphs", graphs.clear)  # NCCL waits for the end of graphs that hold its calls
     step(rank, "group", dist.destroy_process_group)
-    step(rank, "graphs", graphs.clear)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@
 
 For ``sglang`` the variable is ``SGLANG_PLUGINS``. The model is a Llama with the shapes of 3.1 8B, or 3.2 3B
 (``--model``), whose weights the server makes up; no tokenizer is needed, since prompts are numbers. ms_per_token is the
-time of a step: the difference of two runs that differ by 96 tokens, the best of several. Tokens of a batch are compared
-by their hash, which ``--out`` has, too; random weights are so small that sums hardly change a token. ``--profile``
-prints what each kernel takes of a step, and how long after the end of the kernel before it ends. Two engines that are
-started at once, with ``--meet FOLDER``, wait for each other, and then measure in turns: neither is alone in a clock or
-a cache that the other one does not have.
+time of a step: the difference of two runs that differ by 96 tokens, the median of ms_of_rounds. Tokens of a batch are
+compared by their hash, which ``--out`` has, too; random weights are so small that sums hardly change a token.
+``--profile`` prints what each kernel takes of a step, and how long after the end of the kernel before it ends. Engines
+that are started at once, with ``--meet FOLDER --engines N``, wait for each other, and then measure in turns: none is
+alone in a clock or a cache that the others do not have.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import gzip
 import hashlib
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -134,7 +135,7 @@ def turn(folder: Path | None) -> Iterator[None]:
     time.sleep(0.05)  # another engine, which waits for the lock, takes it
 
 
-def meet(folder: Path, engines: int = 2, seconds: float = 100.0) -> None:
+def meet(folder: Path, engines: int, seconds: float = 100.0) -> None:
     """Wait until all engines are ready, or have ended and a file ``ready-`` was left in their place."""
     Path(folder, f"ready-{os.getpid()}").touch()
     until = time.monotonic() + seconds
@@ -151,7 +152,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
     parser.add_argument("--options", type=json.loads, default={}, help="further arguments of the engine, in JSON")
-    parser.add_argument("--meet", type=Path, help="folder that two engines share, which measure in turns")
+    parser.add_argument("--meet", type=Path, help="folder that several engines share, which measure in turns")
+    parser.add_argument("--engines", type=int, default=2, help="number of these engines")
     parser.add_argument("--profile", type=Path, help="folder for traces of SGLang's steps, whose kernels are printed")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -161,19 +163,19 @@ def main() -> None:
     version, generate = {"vllm": vllm_engine, "sglang": sglang_engine}[options.server](str(folder), options)
     print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
     if options.meet:
-        meet(options.meet)
+        meet(options.meet, options.engines)
     rows = []
     for sequences in options.sequences:
         prompts = [[(7 * at + 31 * i) % 1000 + 5 for at in range(PROMPT)] for i in range(sequences)]
-        best: dict[int, float] = {}
+        times: dict[int, list[float]] = {SHORT: [], LONG: []}
         for _ in range(options.rounds):
             with turn(options.meet):
                 for tokens in SHORT, LONG:
                     started = time.perf_counter()
                     answers = generate(prompts, tokens)
-                    took = time.perf_counter() - started
-                    best[tokens] = min(best.get(tokens, took), took)
-        ms = 1e3 * (best[LONG] - best[SHORT]) / (LONG - SHORT)
+                    times[tokens].append(time.perf_counter() - started)
+        rounds = [round(1e3 * (b - a) / (LONG - SHORT), 4) for a, b in zip(*times.values(), strict=True)]
+        ms = statistics.median(rounds)
         plugins = os.environ.get(f"{options.server.upper()}_PLUGINS", "")
         rows.append(
             {
@@ -184,6 +186,7 @@ def main() -> None:
                 "sequences": sequences,
                 "implementation": "sidelane" if "sidelane" in plugins else options.server,
                 "ms_per_token": round(ms, 4),
+                "ms_of_rounds": rounds,
                 "tokens_per_second": round(1e3 * sequences / ms, 1),
                 "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1",
                 "tokens_hash": hashlib.sha256(json.dumps(answers).encode()).hexdigest()[:12],

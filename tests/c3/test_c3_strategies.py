@@ -41,7 +41,7 @@ def test_the_strategies_in_the_order_of_studies() -> None:
         ("collective_first_partition", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, Partition()),
         ("copy_engines", Order.COLLECTIVE_FIRST, Mover.DMA, 0, None),
         ("copy_engines_partition", Order.COLLECTIVE_FIRST, Mover.DMA, 0, Partition(memory_bound_only=True)),
-        ("copy_engines_sums", Order.COLLECTIVE_FIRST, Mover.DMA, 0, Partition(requested=True)),
+        ("copy_engines_sums", Order.GEMM_FIRST, Mover.DMA, 0, Partition(requested=True)),
         ("copy_engines_left", Order.COLLECTIVE_FIRST, Mover.DMA_LEFT, 0, None),
         ("nccl_copy_engines", Order.COLLECTIVE_FIRST, Mover.LIBRARY_DMA, 0, None),
     ],

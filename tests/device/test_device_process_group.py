@@ -89,6 +89,10 @@ rank, folder, how = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
 sidelane.register()
 torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group("sidelane", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+if rank == 0:
+    (folder / "there").touch()
+while not (folder / "there").exists():
+    time.sleep(0.01)
 if rank == 1 and how == "is killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if rank == 1:

@@ -136,11 +136,12 @@ _ENGINES, _FEWER = "the collective first, on copy engines", "; memory-bound GEMM
 _FEWER_UNITS = Partition(memory_bound_only=True)  # VI-F; the paper takes 8 on an MI300X, one of each of its dies (VI-G)
 # An all-to-all without the copy of the own part inside a GPU, which serialises with the GEMM: it stays where it is
 # (``copy_own_part=False``).
-# A GEMM of cuBLAS has a block on each SM from its begin to its end: sums would wait for that end.
+# A GEMM of cuBLAS has a block on each SM from its begin to its end: sums would wait for that end. The GEMM is released
+# first, since the launches of a reduction take longer than its own (results/notes/overlap.md, "From an idle GPU").
 _LIBRARY_ENGINES, _LEFT, _SUMS = (
     "the library's collective first, on copy engines",
     "; an all-to-all leaves own parts where they are",
-    "; cuBLAS leaves units to the sums of reductions",
+    "the GEMM first, which leaves units to sums; the collective on copy engines",
 )
 
 _BY_NAME = {
@@ -160,9 +161,7 @@ _BY_NAME = {
         Strategy("priority", "priority", _BASE, Mover.LIBRARY, _URGENT, 1, preference=30),
         Strategy("copy_engines", "conccl", _FIRST, Mover.DMA, _ENGINES, preference=10),
         Strategy("copy_engines_partition", "conccl_rp", _FIRST, Mover.DMA, _ENGINES + _FEWER, partition=_FEWER_UNITS),
-        Strategy(
-            "copy_engines_sums", "conccl_sums", _FIRST, Mover.DMA, _ENGINES + _SUMS, partition=Partition(requested=True)
-        ),
+        Strategy("copy_engines_sums", "conccl_sums", _BASE, Mover.DMA, _SUMS, partition=Partition(requested=True)),
         Strategy("copy_engines_left", "conccl_left", _FIRST, Mover.DMA_LEFT, _ENGINES + _LEFT),
         Strategy("nccl_copy_engines", "nccl_ce", _FIRST, Mover.LIBRARY_DMA, _LIBRARY_ENGINES),
     )

@@ -16,7 +16,7 @@ writes generation g + 2 after its kernel of g + 1 has ended, so after it receive
 sends these from its kernel of g + 1, which its stream starts when its kernel of g has ended. So the peer has read all
 data of generation g in the slot to which g + 2 is written. The argument has two conditions for every generation: each
 rank waits for data from each peer, and the kernels of a rank never overlap. Where a kernel is launched ahead
-(``DEPENDENT``, off unless ``compile_for`` sets it), its blocks may be there before the kernel before it has ended, but
+(``DEPENDENT``, which ``compile_for`` sets), its blocks may be there before the kernel before it has ended, but
 they wait for that end before they load or store anything. No kernel after it is launched ahead by it. In a broadcast
 the root receives no data::
 
