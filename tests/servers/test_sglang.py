@@ -37,7 +37,7 @@ CUSTOM = "sglang.srt.distributed.device_communicators.custom_all_reduce"
 NORM = "sglang.srt.layers.flashinfer_comm_fusion"
 WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater"
 ALL = "replaced: all_reduce, reduce_scatter_tensor, all_gather_into_tensor"
-KEPT = f"{ALL.replace(' all_reduce,', '')}; as before: all_reduce (SGLang's kernel is faster), flashinfer_allreduce_"
+KEPT = "replaced: reduce_scatter_tensor; as before: all_reduce (SGLang's kernel is faster), flashinfer_allreduce_"
 DEEP_EP = "; deep_ep: Sidelane's"
 
 
@@ -243,7 +243,8 @@ def everyones(group: dist.ProcessGroup, *shape: int, dtype: torch.dtype = torch.
 def test_calls(group: dist.ProcessGroup, dtype: torch.dtype, cuda: bool) -> None:
     """Sums, reduce-scatters and gathers are Sidelane's; what it does not take is the server's, in the same order.
 
-    With ``cuda`` the server is one on GPUs with NVLink, whose kernel keeps the sums that it takes.
+    With ``cuda`` the server is one on GPUs with NVLink, whose kernel keeps the sums that it takes. Gathers are NCCL's,
+    but for DP attention.
     """
     n, rank = group.size(), group.rank()
     with serving(cuda=cuda) as (server, lines):
@@ -260,12 +261,16 @@ def test_calls(group: dist.ProcessGroup, dtype: torch.dtype, cuda: bool) -> None
             assert same_bytes(shard, total[rank * rows : (rank + 1) * rows])
             tp.all_gather_into_tensor(whole, parts[rank].clone())
             assert same_bytes(whole, torch.cat(parts))
-        assert server.calls == ["theirs"] * 2 * cuda, "two of three are small"
-        assert sglang.made[0].counts == {"all_reduce": 1 if cuda else 3, "reduce_scatter": 3, "all_gather": 3}
+        assert sorted(server.calls) == ["all_gather"] * 3 * cuda + ["theirs"] * 2 * cuda, "two of three are small"
+        assert sglang.made[0].counts == {
+            "reduce_scatter": 3,
+            **({"all_reduce": 1} if cuda else {"all_reduce": 3, "all_gather": 3}),
+        }
         double = torch.ones(4, dtype=torch.float64)
-        assert tp.all_reduce(double).tolist() == [float(n)] * 4 and server.calls[2 * cuda :] == ["all_reduce"]
+        assert tp.all_reduce(double).tolist() == [float(n)] * 4 and server.calls[5 * cuda :] == ["all_reduce"]
+        server.dp = True
         tp.all_gather_into_tensor(whole := torch.empty(n, 3, dtype=torch.uint8), torch.ones(1, 3, dtype=torch.uint8))
-        assert whole.sum() == 3 * n and server.calls[2 * cuda :] == ["all_reduce"], "gathers take any dtype"
+        assert whole.sum() == 3 * n and server.calls[5 * cuda :] == ["all_reduce"], "gathers take any dtype"
         assert len(lines) == 1 and lines[0].startswith(
             f"INFO Sidelane {sglang.line.__globals__['VERSION']} in sglang 0.5.15: {KEPT if cuda else ALL}"
         )

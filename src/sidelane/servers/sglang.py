@@ -38,6 +38,12 @@ _FUSED = "flashinfer_allreduce_residual_rmsnorm"
 _FASTER = "CustomAllReduceV2"
 """SGLang's kernel for GPUs with NVLink, with which a token takes less time: results/h200x2/engines.json."""
 
+_WITH_FASTER = (
+    (_CALLS[0], "SGLang's kernel is faster"),
+    (_FUSED, "SGLang's kernel is faster"),
+    (_CALLS[2], "a graph without NCCL's is slower; Sidelane's with DP attention"),
+)
+
 _WEIGHTS = (
     ("sglang.srt.managers.scheduler_update_weights_mixin", "SchedulerUpdateWeightsMixin"),  # 0.5.12
     ("sglang.srt.managers.scheduler_components.weight_updater", "SchedulerWeightUpdaterManager"),
@@ -63,8 +69,8 @@ def _replace() -> None:
     if problem := misfit("sglang", version, device, FITS, parts=3):
         LOG.warning(line("sglang", version, [], {"everything": problem}))
         return
-    calls = logging.getLogger("sidelane")
-    if calls.level == logging.NOTSET:  # SGLang sets up the root at INFO: one line a process, unless SIDELANE_LOG asks
+    # SGLang sets up the root at INFO: one line a process, unless SIDELANE_LOG asks.
+    if (calls := logging.getLogger("sidelane")).level == logging.NOTSET:
         calls.setLevel(logging.WARNING)
     module, owner = next(where for where in _WEIGHTS if importlib.util.find_spec(where[0]))
     hooks: dict[str, Callable[..., Any]] = {  # they stand around the functions that are named
@@ -115,7 +121,7 @@ def _dispatch(original: Callable[..., Any], *args: Any, **options: Any) -> Calla
         made.append(served)
         own = original(*args, **options) if is_cuda() and not is_deterministic else None
         if own is not None and own.__name__ == _FASTER and not (theirs := own(group=group, device=device)).disabled:
-            announce(_CALLS[1:], tuple((each, "SGLang's kernel is faster") for each in (_CALLS[0], _FUSED)))
+            announce(_CALLS[1:2], _WITH_FASTER)
             theirs.sidelane = served
             return theirs
         replaced, kept = [*_CALLS, _FUSED], {}
@@ -143,13 +149,18 @@ def _of(group: Any, *, sums: bool = False) -> ServerGroup | None:
 
 
 def _moves(call: Callable[..., Any], dtypes: Sequence[torch.dtype] | None) -> Callable[..., Any]:
-    """Return the hook of a collective: ``call`` of Sidelane for these dtypes (None: any), with the input first."""
+    """Return the hook of a collective: ``call`` of Sidelane for these dtypes, with the input first.
+
+    None is for gathers, of any dtype: they stay SGLang's where its sums do, but for DP attention. In a graph without
+    NCCL's gather of logits dependent kernels begin later, by more than Sidelane's gather saves (results/notes/e2e.md).
+    """
 
     def hook(original: Callable[..., Any], group: Any, *tensors: torch.Tensor) -> Any:
-        served = _of(group)
+        from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+
+        served = _of(group, sums=dtypes is None and not is_dp_attention_enabled())
         takes = served is not None and served.takes(*tensors, dtypes=dtypes)
-        found = call(served, *reversed(tensors)) if takes else None
-        return original(group, *tensors) if found is None else found
+        return found if takes and (found := call(served, *reversed(tensors))) is not None else original(group, *tensors)
 
     return hook
 
