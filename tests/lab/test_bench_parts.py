@@ -17,7 +17,7 @@ from ranks import RankPool
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Entrant, Implementation, ReadyCall, Tensors, candidates_of, views
-from sidelane_lab.baselines.reference import KINDS, Case, fill_input, output_error, poison, rounded_bytes
+from sidelane_lab.baselines.reference import KINDS, Case, cases_of, fill_input, output_error, poison, rounded_bytes
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.ways import Job, Rounds
 from sidelane_lab.studies.collectives import HOST_ROUNDS, CollectiveOptions, hides_launches, time_candidates
@@ -105,8 +105,7 @@ def test_in_place_views_are_those_of_torch_distributed(kind: Kind) -> None:
     assert tensors.output is not None
     distance = tensors.input.data_ptr() - tensors.output.data_ptr()
     assert distance == {Kind.ALL_GATHER: 320, Kind.REDUCE_SCATTER: -320}.get(kind, 0)
-    assert tensors.output.nbytes == case.output_bytes
-    assert tensors.input.nbytes == case.input_bytes
+    assert tensors.output.nbytes == case.output_bytes and tensors.input.nbytes == case.input_bytes
     apart = views(case, False, output, input)
     assert apart.output is not None
     assert (apart.output.data_ptr(), apart.input.data_ptr()) == (output.data_ptr(), input.data_ptr())
@@ -116,6 +115,12 @@ def test_sizes_are_rounded_up_to_what_every_collective_can_have() -> None:
     assert [rounded_bytes(size, 4) for size in (1, 64, 65, 1024)] == [64, 64, 128, 1024]
     with pytest.raises(ValueError, match="multiples of 48"):
         Case(Kind.ALL_GATHER, 100, torch.uint8, 0, 3, CPU)
+    options = SimpleNamespace(sizes_on=lambda device: (3, 8, 16, 1000))
+    sender: Any = SimpleNamespace(rounded=lambda asked, rounded: [rounded(nbytes) for nbytes in asked])
+    for kind, sizes in ((Kind.ALL_REDUCE, [4, 8, 16, 1000]), (Kind.ALL_TO_ALL, [12, 12, 24, 1008])):
+        rank: Any = SimpleNamespace(rank=0, world_size=3, device=CPU)
+        cases = cases_of(rank, options, sender, (kind,), torch.float32, any_size=True)
+        assert [case.nbytes for case in cases] == sizes
     with pytest.raises(ValueError, match="kind"):
         Case(Kind.SCATTER, 48, torch.uint8, 0, 3, CPU)
 
@@ -215,15 +220,11 @@ def meter_facts(group: dist.ProcessGroup) -> dict[str, Any]:
 def test_meters_agree_and_interleave(pool: RankPool) -> None:
     facts = pool.run(meter_facts, 3)
     for found in facts:
-        assert found["raised"] == "rank 1: OSError: no room"
-        assert found["returned"] == "rank 2: bad bytes"
-        assert found["fine"] is None and found["nothing to say"] is None
-        assert found["long"].startswith("rank 0: xxx")
-        # In every round each job, in an order that all ranks have; a sample of b runs it twice.
+        assert found["raised"] == "rank 1: OSError: no room" and found["returned"] == "rank 2: bad bytes"
+        assert found["fine"] is None and found["nothing to say"] is None and found["long"].startswith("rank 0: xxx")
+        # In every round each job, in an order that all ranks have; a sample of b runs it twice. Times: the slowest's.
         assert {found["runs"][at : at + 3] for at in range(0, 12, 3)} == {"abb", "bba"}
-        assert found["runs"] == facts[0]["runs"]
-        assert found["times"] == facts[0]["times"]  # the slowest rank's, known to all
-        assert all(len(times) == 3 for times in found["times"])
+        assert all(found[name] == facts[0][name] for name in ("runs", "times")) and {*map(len, found["times"])} == {3}
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -43,9 +43,9 @@ def row(collective: str, nbytes: int, in_place: bool, time_us: float | None, **c
     return CollectiveRow(**{**values, **columns})
 
 
-def lines(*rows: CollectiveRow, machine: str = "cpu", dtype: str = "float") -> list[str]:
+def lines(*rows: CollectiveRow, machine: str = "cpu", dtype: str = "float", sizes: tuple[int, ...] = ()) -> list[str]:
     found = Results("collectives", machine, 4, "4 GPUs", RANKS, "", "", "", {"sidelane": "0"}, rows)
-    return list(nccl_tests.lines_of(found, rows, dtype))
+    return list(nccl_tests.lines_of(found, rows, dtype, sizes))
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,9 @@ def test_what_is_missing_or_wrong_is_said() -> None:
     assert line.split()[5:] == ["N/A", "N/A", "N/A", "1", "20000", "0.00", "0.00", "0"]
     assert {"# Out of bounds values : 1 FAILED", "# it is 3"} <= {*found}
     (alone,) = (line for line in lines(good) if not line.startswith("#"))
-    assert alone.split()[5:9] == ["N/A", "N/A", "N/A", "N/A"]
-    assert "# Out of bounds values : 0 OK" in lines(good)
+    # A line for each size asked, though 8 and 16 are 64.
+    found = lines(good, sizes=(8, 16, 64, 128))
+    assert alone.split()[5:9] == ["N/A"] * 4 and found.count(alone) == 3 and "# Out of bounds values : 0 OK" in found
 
 
 def test_implementations_have_tables_and_described_machines_a_verdict() -> None:
@@ -207,12 +208,12 @@ def test_a_line_of_nccl_tests_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_ranks_are_timed(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    sizes = ("-b", "4K", "-e", "8K", "-i", "4K", "-g", "2", "-n", "2", "-w", "0")
-    result = call("alltoall", *sizes, "-d", "half", "--json", str(out))
+    sizes = "-b 4 -e 8K -f 2 -g 2 -n 2 -w 0 -d half --json"
+    result = call("alltoall", *sizes.split(), str(out))
     assert result.exit_code == 0, result.output
     measured = [line.split() for line in result.stdout.splitlines() if line and line[0] == " "]
     assert [line[:5] for line in measured] == [
-        [str(nbytes), str(nbytes // 4), "half", "none", "-1"] for nbytes in (4096, 8192)
+        [str(4 << power), str(1 << power), "half", "none", "-1"] for power in range(12)
     ]
     assert all(line[8] == "0" for line in measured)
     rows = json.loads(out.read_text())["rows"]

@@ -7,7 +7,6 @@ were given, so the reference depends on no collective.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,10 +21,15 @@ if TYPE_CHECKING:
     from sidelane_lab.harness.running import Sender
 
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)
+UNSHARED = (Kind.ALL_REDUCE, Kind.BROADCAST)
+"""Collectives whose buffers are not cut into shares of ranks."""
 ROOT = 0
 POISON = 0xA5
 BLOCK_BYTES = 64 << 20  # references are made and compared in blocks, so that checking needs no buffer of its own
 GRANULE_BYTES = 16
+
+ANY_SIZE = frozenset(("auto", "gloo", "nccl"))
+"""Implementations that take any number of elements; kernels of others move whole granules of each rank's share."""
 
 APART_BYTES = 512
 """The tensors of a list begin at multiples of it, as do those that torch's allocator gives."""
@@ -49,6 +53,7 @@ class Case:
             together.
         sizes: of the tensors of a list, which add up to ``nbytes``; empty for a single tensor.
         spot: of one tensor of a list (:attr:`parts` makes them); None for all else.
+        step: bytes of which ``nbytes`` is a multiple, for a single tensor; 0: whole granules of each rank's share.
     """
 
     kind: Kind
@@ -59,20 +64,27 @@ class Case:
     device: torch.device
     sizes: tuple[int, ...] = ()
     spot: ListSpot | None = None
+    step: int = 0
 
     @classmethod
     def on(
-        cls, rank: Rank, kind: Kind, nbytes: int, dtype: torch.dtype = torch.bfloat16, sizes: tuple[int, ...] = ()
+        cls,
+        rank: Rank,
+        kind: Kind,
+        nbytes: int,
+        dtype: torch.dtype = torch.bfloat16,
+        sizes: tuple[int, ...] = (),
+        step: int = 0,
     ) -> Case:
         """Make the case of a rank."""
-        return cls(kind, nbytes, dtype, rank.rank, rank.world_size, rank.device, sizes)
+        return cls(kind, nbytes, dtype, rank.rank, rank.world_size, rank.device, sizes, step=step)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"Case: kind (value={self.kind}, allowed={', '.join(KINDS)})")
         # Kernels of other libraries move whole granules of a single tensor; a list may hold anything.
         granule = GRANULE_BYTES if not self.sizes and self.spot is None else self.dtype.itemsize
-        step = self.world_size * granule
+        step = self.step or self.world_size * granule
         if any(nbytes < 1 or nbytes % step for nbytes in (self.nbytes, *self.sizes)):
             given = ", ".join(map(str, self.sizes or (self.nbytes,)))
             raise ValueError(f"Case: nbytes (value={given}, allowed=multiples of {step})")
@@ -151,6 +163,8 @@ def cases_of(
     kinds: Sequence[Kind],
     dtype: torch.dtype = torch.bfloat16,
     tensors: int = 1,
+    *,
+    any_size: bool = False,
 ) -> list[Case]:
     """Make the cases of a study, a step each: every collective at every size that its options ask for.
 
@@ -161,12 +175,20 @@ def cases_of(
         kinds: collectives.
         dtype: of the elements.
         tensors: number of tensors that share each size.
+        any_size: round to whole elements, for :data:`ANY_SIZE`: every size where ranks have no shares, and otherwise
+            sizes below a granule a rank. Larger shares are whole granules, as in nccl-tests.
     """
-    rounded = functools.partial(rounded_bytes, world_size=rank.world_size, tensors=tensors)
+    shared = not {*kinds} <= {*UNSHARED}
+    step = dtype.itemsize * (rank.world_size if shared else 1) if any_size else 0
+
+    def rounded(nbytes: int) -> int:
+        is_whole = not step or (shared and nbytes > rank.world_size * GRANULE_BYTES)
+        return rounded_bytes(nbytes, rank.world_size, tensors) if is_whole else -(-nbytes // step) * step
+
     sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
     sender.steps = len(kinds) * len(sizes)
     return [
-        Case.on(rank, kind, nbytes, dtype, (nbytes // tensors,) * tensors if tensors > 1 else ())
+        Case.on(rank, kind, nbytes, dtype, (nbytes // tensors,) * tensors if tensors > 1 else (), step)
         for kind in kinds
         for nbytes in sizes
     ]
@@ -222,6 +244,8 @@ def _input_parts(case: Case) -> Iterator[tuple[Part, int, int]]:
     elif case.kind is Kind.BROADCAST:
         if case.rank == ROOT:
             yield (ROOT, 0), 0, case.nbytes
+    elif case.kind is Kind.ALL_REDUCE:
+        yield (case.rank, 0), 0, case.nbytes
     else:
         for chunk in range(case.world_size):
             yield (case.rank, chunk), chunk * case.shard_bytes, case.shard_bytes
@@ -240,7 +264,7 @@ def _output_parts(case: Case) -> Iterator[tuple[list[Part], int, int]]:
         case Kind.REDUCE_SCATTER:
             yield [(source, case.rank) for source in everyone], 0, shard
         case _:
-            yield from (([(source, chunk) for source in everyone], chunk * shard, shard) for chunk in everyone)
+            yield [(source, 0) for source in everyone], 0, case.nbytes
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

@@ -275,7 +275,10 @@ def preset(text: str) -> Transformer:
     wanted = _parts(text.rpartition("/")[2])
     for name, about in presets().items():
         known = [_parts(other) for other in (name, *about.get("also", ()))]
-        if any(wanted and all(_is_in(part, parts) for part in wanted) for parts in known):
+        if any(
+            wanted and all(any(f"{known}.".startswith(f"{part}.") for known in parts) for part in wanted)
+            for parts in known
+        ):
             return of_config(name, about["sizes"])
     near = ", ".join(difflib.get_close_matches(text.lower(), presets(), 3, 0))
     other = "a config.json, or layers=32,hidden=4096,feed=14336,heads=32,kv_heads=8"
@@ -286,7 +289,3 @@ def _parts(name: str) -> list[str]:
     """Return words and numbers of a model's name, without those of its tuning."""
     name = re.sub(r"instruct|chat|base|thinking|like|meta|-hf|-it\b|-v0\.\d|-\d{4}\b", "", name.lower())
     return re.findall(r"\d+x\d+b|a?\d+(?:\.\d+)?[bt]?|[a-z]+", name)
-
-
-def _is_in(part: str, parts: list[str]) -> bool:
-    return any(part == known or known.startswith(f"{part}.") for known in parts)

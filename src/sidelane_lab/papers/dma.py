@@ -233,7 +233,7 @@ def claims() -> list[Claim[DmaContext]]:
         Claim(
             "DM-PW-02",
             held,
-            lambda c: _compute_ratio(c.machine),
+            lambda c: library_power(c.machine, AG, GB).compute_w / dma_power(c.machine, AG, GB, "pcpy").compute_w,
             "watts of a part of the GPU, which NVIDIA GPUs do not report",
         ),
         Claim(
@@ -256,7 +256,9 @@ def claims() -> list[Claim[DmaContext]]:
         measured, miss = final(_best_at(claim_id)), TABLE_MISSES.get(claim_id, "")
         # Those of all-to-alls were looked at when a swap and copies of other bytes were given times.
         role = tested if claim_id.startswith("DM-T1") else seen
-        found.append(Claim(claim_id, role, _table_line(claim_id), measured, within=_not_refused, miss=miss))
+        found.append(
+            Claim(claim_id, role, _table_line(claim_id), measured, within=lambda _, text: "not" not in text, miss=miss)
+        )
     return [*found, *unjudged("003")]
 
 
@@ -383,10 +385,6 @@ def _prelaunch_over_best(readings: CollectiveReadings) -> dict[str, float]:
     }
 
 
-def _compute_ratio(machine: Machine) -> float:
-    return library_power(machine, AG, GB).compute_w / dma_power(machine, AG, GB, "pcpy").compute_w
-
-
 def _saved_between(machine: Machine, variant: str, sizes: Sequence[int]) -> list[float]:
     """Return the percent by which a prelaunched variant draws less than prelaunched pcpy, least and most."""
     saved = [
@@ -412,10 +410,6 @@ def _engines(machine: Machine, kind: Kind, variant: str) -> int:
 def _broadcasts(machine: Machine) -> dict[str, Any]:
     node = _engines(machine, AG, "bcst")
     return {"formula": "(n-2)/2 broadcast + 1 copy", "n8_per_gpu": node // machine.gpus, "n8_node": node}
-
-
-def _not_refused(_: str, text: str) -> bool:
-    return "not" not in text
 
 
 def _best_at(claim_id: str) -> Callable[[CollectiveReadings], str]:

@@ -411,15 +411,12 @@ def judge_gemms(
     whole, what = f"{machine.name}/{part}", "measured time of GEMMs"
     verdicts = []
     for time in times:
-        name, role_here = " ".join(gemm.name for gemm in time.gemms), ClaimRole.SEEN if _has_bags(time) else role
+        # Embedding bags: rows after their first time had been compared.
+        has_bags = any(gemm.operation is ComputeKind.BAG for gemm in time.gemms)
+        name, role_here = " ".join(gemm.name for gemm in time.gemms), ClaimRole.SEEN if has_bags else role
         predicted = [predict_gemms(machine, time)]
         verdicts.append(judge_row(f"{whole}/{name}", time.time_us, predicted, role_here, what=what))
     return with_summary(whole, verdicts, *GEMM_LIMITS)
-
-
-def _has_bags(time: GemmTime) -> bool:
-    """Tell if embedding bags are among them: by their rows after their first time had been compared."""
-    return any(gemm.operation is ComputeKind.BAG for gemm in time.gemms)
 
 
 def judge_layers(machine: Machine, rows: Sequence[object], *, fitted: bool) -> list[ClaimVerdict]:

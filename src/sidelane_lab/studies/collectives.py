@@ -328,11 +328,13 @@ def _measure(rank: Rank, options: CollectiveOptions, sender: Sender) -> Iterator
     """Make the rows. Collective."""
     import torch
 
-    from sidelane_lab.baselines.reference import cases_of
+    from sidelane_lab.baselines.reference import ANY_SIZE, cases_of
     from sidelane_lab.baselines.roster import make_roster
 
+    any_size = options.tensors == 1 and {*options.implementations} <= ANY_SIZE and bool(options.implementations)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, listed=options.tensors > 1)
-    cases = cases_of(rank, options, sender, options.collectives, getattr(torch, options.dtype), options.tensors)
+    dtype = getattr(torch, options.dtype)
+    cases = cases_of(rank, options, sender, options.collectives, dtype, options.tensors, any_size=any_size)
     roster.reserve_for(cases, sender.note)
     seeds = itertools.count(options.seed + 1)
     for case in cases:

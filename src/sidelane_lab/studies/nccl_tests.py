@@ -104,8 +104,8 @@ def _checked(context: click.Context, option: click.Parameter, value: int) -> Non
 def nccl_tests(collective: str, datatype: str, json: Path | None, **options: Any) -> None:
     """Time a collective, and print the lines of nccl-tests.
 
-    Sizes, counts, algbw and busbw are defined as there; a time is the median over rounds of the slowest rank's. Each
-    output is compared with a reference before and after it was timed.
+    Sizes, counts, algbw and busbw are defined as there, with one line for each size asked; a time is the median over
+    rounds of the slowest rank's. Each output is compared with a reference before and after it was timed.
 
     The last lines are a verdict: outputs that were wrong, the average, and the share of a link that the best size
     reached, where `sidelane machines` has the machine. Of -t, -o, -r, -m, -N, -z, -p and -a one value is accepted.
@@ -170,7 +170,7 @@ def main(
 
     def show(found: Results, console: object) -> None:
         if json != STDOUT:
-            click.echo("\n".join(lines_of(found, STUDY.rows_of(found), shown_dtype)))
+            click.echo("\n".join(lines_of(found, STUDY.rows_of(found), shown_dtype, options.sizes)))
 
     if found := running.run_study(STUDY, options, show=show):
         running.require_right(STUDY.name, found.rows)
@@ -203,8 +203,11 @@ def sizes_of(smallest: int, largest: int, factor: int | None, step: int | None) 
         size = size + added if factor is None else size * factor
 
 
-def lines_of(found: Results, rows: Sequence[CollectiveRow], dtype: str) -> Iterator[str]:
-    """Yield the lines: a table for each implementation and variant, and a verdict behind it."""
+def lines_of(found: Results, rows: Sequence[CollectiveRow], dtype: str, sizes: Sequence[int] = ()) -> Iterator[str]:
+    """Yield the lines: a table for each implementation and variant, and a verdict after it.
+
+    There is a line for each of ``sizes``, as in nccl-tests: those that were rounded to one size have that one's.
+    """
     yield f"# sidelane {found.software.get('sidelane', '')}: {found.ranks} ranks, {found.device}"
     for (implementation, variant), same in grouped(
         rows, lambda row: (row.implementation, "" if row.implementation == "auto" else row.variant)
@@ -212,8 +215,11 @@ def lines_of(found: Results, rows: Sequence[CollectiveRow], dtype: str) -> Itera
         yield "#"
         yield f"# {same[0].collective}, {same[0].launch}, by {f'{implementation} {variant}'.rstrip()}"
         yield from HEADING
+        before = 0
         for nbytes, places in grouped(same, lambda row: row.bytes):
-            yield _line(nbytes, places, found.ranks, dtype)
+            asked = sum(before < size <= nbytes for size in sizes)
+            yield from max(asked, 1) * [_line(nbytes, places, found.ranks, dtype)]
+            before = nbytes
         yield from _verdict(found, same)
 
 

@@ -273,7 +273,7 @@ def rows_of(
                 rounds[key] = _host_rounds(roster.meter, one, options)
             elif key.trigger == KERNEL:
                 rounds[key] = _less(rounds[key], floor_us[0])
-            one.arm_us = [_slowest_median(roster.meter, one.arm_us[-options.repeats :])]
+            one.arm_us = [max(map(statistics.median, roster.meter.of_all_ranks(one.arm_us[-options.repeats :])))]
         return rounds
 
     makers = _calls(roster, case, options, triggers) | _fired(roster, case, options, triggers)
@@ -345,10 +345,6 @@ def _host_rounds(meter: Meter, one: FiredCall, options: PrelaunchOptions) -> Rou
 
 def _less(rounds: Rounds, us: float) -> Rounds:
     return dataclasses.replace(rounds, times_us=tuple(max(0.0, one - us) for one in rounds.times_us))
-
-
-def _slowest_median(meter: Meter, values: Sequence[float]) -> float:
-    return max(statistics.median(each) for each in meter.of_all_ranks(values))
 
 
 COLUMNS: Mapping[str, Cell] = {

@@ -192,8 +192,8 @@ def changes_table(before: InForce, after: Profile, curves: Sequence[Curve]) -> T
         curves: what was measured: where to look for changes, and what this machine has.
     """
     calls = sorted({call for curve in curves for call in _calls(curve)}, key=_order)
-    abilities = abilities_of([curve.candidate for curve in curves])
-    abilities = dataclasses.replace(abilities, through_host=after.key.links == HOST_MEMORY)
+    made = tuple(dict.fromkeys(curve.candidate.implementation for curve in curves))
+    abilities = Abilities(made, captures=True, through_host=after.key.links == HOST_MEMORY)
     lines = []
     for call in calls:
         old, new = (choose(profile, call, abilities) for profile in (before.profile, after))
@@ -209,11 +209,6 @@ def changes_table(before: InForce, after: Profile, curves: Sequence[Curve]) -> T
         "us: measured now; instead of: what the choice before would take now",
     )
     return Table("What auto will do differently", COLUMNS, tuple(lines), notes, keys=3)
-
-
-def abilities_of(candidates: Sequence[Candidate]) -> Abilities:
-    """Return what a machine has that ran these."""
-    return Abilities(tuple(dict.fromkeys(found.implementation for found in candidates)), captures=True)
 
 
 def _calls(curve: Curve) -> Sequence[CallShape]:

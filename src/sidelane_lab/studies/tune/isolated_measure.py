@@ -136,16 +136,15 @@ class Bench:
             return
 
         ways = {
-            units: functools.partial(self._with_fewer, run, means, units)
+            units: lambda units=units: PairLaunch(
+                f"{run.gemm.name} with {units} fewer", self._launch(run, means, units), gemms=(run,)
+            )
             for units in (0, *(() if why_not else self._taken()))
         }
         for one in self._compared(ways):
             yield self._row(batch, means=means, units=one.key, **_figures(one))
         if why_not:
             yield self._row(batch, means=means, units=SMALLEST_SHARE, note=why_not)
-
-    def _with_fewer(self, run: GemmRun, means: str, units: int) -> PairLaunch:
-        return PairLaunch(f"{run.gemm.name} with {units} fewer", self._launch(run, means, units), gemms=(run,))
 
     def _filled(self, batch: IsolatedBatch) -> GemmRun:
         assert batch.gemm is not None

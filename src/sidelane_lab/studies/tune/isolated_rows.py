@@ -138,11 +138,6 @@ def _ratio(row: IsolatedRow, rows: Sequence[IsolatedRow]) -> str:
     return f"{row.time_us / row.alone_us:.2f}" if row.time_us and row.alone_us else ""
 
 
-def _speedup(row: IsolatedRow, rows: Sequence[IsolatedRow]) -> str:
-    """Hold a strategy against one after the other by the same implementation."""
-    return f"{(_serial_us(row, rows) or 0.0) / (row.time_us or 1.0):.2f}"
-
-
 def _serial_us(row: IsolatedRow, rows: Sequence[IsolatedRow]) -> float | None:
     pair = (row.gemm, row.collective, row.implementation)
     found = [one for one in rows if one.means == SERIAL and (one.gemm, one.collective, one.implementation) == pair]
@@ -166,7 +161,8 @@ PAIR_COLUMNS: Mapping[str, Cell] = {
     "<strategy": lambda row, rows: name_of_code(row.means),
     "units": "units",
     "together\nus": "time_us",
-    "speedup": _speedup,
+    # A strategy compared with one after the other of the same implementation.
+    "speedup": lambda row, rows: f"{(_serial_us(row, rows) or 0.0) / (row.time_us or 1.0):.2f}",
 }
 
 
