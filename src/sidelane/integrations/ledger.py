@@ -34,7 +34,8 @@ class ReportRow:
         operation: name in ``torch.distributed``; behind ``fsdp`` if that was enabled.
         dtype, device: dtype and device of the tensors; "" if there are none.
         where: ``sidelane``, or the backend that made the calls (``gloo``, ``nccl``).
-        why: variant that Sidelane chose, with the reason of the latest of these calls; or the reason why it made none.
+        why: variant that Sidelane chose, with the reason of the latest of these calls, or "several sizes" where
+            it depends on their bytes; or the reason why it made none.
         calls: number of calls.
         nbytes: bytes of all calls: gathered bytes for an all_gather, the whole buffer for the others.
     """
@@ -104,7 +105,17 @@ class Ledger:
             del _ledgers[:-_MOST_GROUPS]
 
     def note(self, key: RowKey, reason: str, nbytes: int) -> None:
-        """Count a call.
+        """Count a call; a reason that is of one size is kept as long as all calls have it.
+
+        >>> calls, key = Ledger([0]), ("all_reduce", "float32", "cpu", "sidelane", "b2b")
+        >>> for nbytes, reason in ((4, "5 us"), (4, "4 us"), (8, "6 us"), (4, "4 us")):
+        ...     calls.note(key, reason, nbytes)
+        ...     calls.sums[key].reason
+        '5 us'
+        '4 us'
+        'several sizes'
+        'several sizes'
+        >>> reset()
 
         Args:
             key: operation, dtype, device, maker, and the key of its row: the variant, or the reason against Sidelane.
@@ -122,9 +133,10 @@ class Ledger:
                     row, reason = (*row[:3], key[3], row[4]), ""
                 is_new = row not in self.sums
                 entry = self.sums.setdefault(row, _Sum())
+            is_several = entry.reason == "several sizes" or entry.nbytes != entry.calls * nbytes
+            entry.reason = "several sizes" if is_several and reason not in ("", entry.reason) else reason
             entry.calls += 1
             entry.nbytes += nbytes
-            entry.reason = reason
         operation, _, _, where, why = key
         if is_new:
             level = logging.INFO if where == SIDELANE else logging.WARNING

@@ -111,9 +111,7 @@ def lay_out(sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     >>> lay_out([100, 0, 300])
     ((0, 256, 256), (100, 256, 556))
     """
-    starts = tuple(accumulate((_rounded(nbytes) for nbytes in sizes), initial=0))[: len(sizes)]
+    starts = tuple(accumulate((-(-nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT for nbytes in sizes), initial=0))[
+        : len(sizes)
+    ]
     return starts, tuple(start + nbytes for start, nbytes in zip(starts, sizes, strict=True))
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
