@@ -20,7 +20,7 @@ from sidelane_lab.harness.terminal import progress, say, say_written, tables_con
 from sidelane_lab.machines.load import MOST_NODES, find, with_nodes
 from sidelane_lab.machines.numbers import write_report
 from sidelane_lab.machines.ranges import Band
-from sidelane_lab.machines.spec import Machine, NumberSource, RunStatus
+from sidelane_lab.machines.spec import Machine, RunStatus
 from sidelane_lab.model import serving
 from sidelane_lab.model.collectives import PCIE_GBPS
 from sidelane_lab.model.layer import WEIGHT_BYTES, Step, StepMemory, head_us, optimizer_us, parallel_us, step_memory
@@ -313,11 +313,7 @@ def how_sure(machine: Machine, step: Step, sharding: str = FSDP) -> list[str]:
         f"--optimizer {step.optimizer}": step.optimizer != "adamw",
     }
     names = ", ".join(name for name, is_there in apart.items() if is_there)
-    sources = [quantity.source for quantity in machine.quantities().values()]
-    near += [
-        f"{n} of {len(sources)} numbers of this machine are assumed" for n in [sources.count(NumberSource.ASSUMED)] if n
-    ]
-    first, *more = [*near, *([f"Nothing was compared with {names}"] if names else [])]
+    first, *more = [*near, *serving.assumed(machine), *([f"Nothing was compared with {names}"] if names else [])]
     return [f"How sure: {serving.RUNS.get(machine.runs, machine.runs)}; {first}.", *(f"{one}." for one in more)]
 
 

@@ -18,7 +18,7 @@ from sidelane_lab.cli.model import PlanOptions
 from sidelane_lab.harness.table import Line, Table
 from sidelane_lab.harness.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.numbers import write_report
-from sidelane_lab.machines.spec import Machine, RunStatus
+from sidelane_lab.machines.spec import Machine, NumberSource, RunStatus
 from sidelane_lab.model.collectives import PCIE_GBPS, key_of, library_us
 from sidelane_lab.model.device import run_device
 from sidelane_lab.model.gemm import gemm_us
@@ -263,8 +263,16 @@ def answer(machine: Machine, model: Transformer, rows: list[dict[str, Any]]) -> 
         )
     whose = "the server's own" if machine.links.peak_gbps > PCIE_GBPS else "neither Sidelane's nor the server's own"
     modelled = "" if own or tensor == 1 or machine.through_host else f"; {SERVERS.format(whose)}"
-    lines.append(f"How sure: {RUNS.get(machine.runs, machine.runs)}; {SURE}{modelled}.")
+    known = "; ".join((RUNS.get(machine.runs, machine.runs), *assumed(machine)))
+    lines.append(f"How sure: {known}; {SURE}{modelled}.")
     return lines + left_out(model, "requests that come and go", "energy")
+
+
+def assumed(machine: Machine) -> list[str]:
+    """Return words for the numbers that nobody measured; none where all were."""
+    sources = [quantity.source for quantity in machine.quantities().values()]
+    n = sources.count(NumberSource.ASSUMED)
+    return [f"{n} of {len(sources)} numbers of this machine are assumed"] if n else []
 
 
 def _what_fits(machine: Machine, model: Transformer, row: dict[str, Any]) -> list[str]:

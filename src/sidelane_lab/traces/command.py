@@ -11,7 +11,7 @@ from sidelane_lab.harness.terminal import progress, say, say_written, tables_con
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.numbers import write_numbers
 from sidelane_lab.machines.spec import Machine, RunStatus
-from sidelane_lab.model.serving import RUNS
+from sidelane_lab.model.serving import RUNS, assumed
 from sidelane_lab.traces.graph import NodeKind, TraceGraph
 from sidelane_lab.traces.kineto import read_kineto
 from sidelane_lab.traces.strategies import (
@@ -114,8 +114,8 @@ def answer(planned: TracePlan) -> list[str]:
         )
     lines.append(_to_write(planned))
     lines.append(
-        f"How sure: {RUNS.get(planned.machine.runs, planned.machine.runs)}; {SURE}; a step takes longer with the "
-        "profiler than without it."
+        f"How sure: {'; '.join((RUNS.get(planned.machine.runs, planned.machine.runs), *assumed(planned.machine)))}; "
+        f"{SURE}; a step takes longer with the profiler than without it."
     )
     lacking = f", {planned.kept} collectives whose bytes the trace lacks (a warm-up before a CUDA graph has them)"
     left = lacking * (planned.kept > 0)
@@ -180,7 +180,7 @@ def rows(planned: TracePlan) -> list[dict[str, Any]]:
 
 def name_of(one: StepOperation) -> str:
     """Return words for an operation."""
-    return f"{one.kind} of {one.nbytes / 1e6:.3g} MB"
+    return f"{one.kind} of {one.nbytes / 2**20:.3g} MiB"
 
 
 def _why(one: StepOperation) -> str:
