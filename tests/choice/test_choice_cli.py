@@ -221,7 +221,8 @@ def test_the_first_line_answers_for_machines_that_nobody_has():
     assert answer.startswith("auto takes a kernel (sm one_shot): ") and answer.endswith("(predicted: never run there)")
     assert reasons[2].startswith("by the built-in table h200x4") and reasons[3].startswith("simulated there: dma b2b ")
     assert re.match(
-        r"No verdict: Sidelane's kernels are not modelled between peers over PCIe\. The best of copy engines [^\n]*\n"
+        r"No verdict: Sidelane's kernels are not modelled between peers over PCIe, nor in a plan; "
+        r"`sidelane tune` measures them\. The best of copy engines [^\n]*\n"
         r"all_gather of 1M among .*\nby the simulator.*: sm [a-z_, ]*: Sidelane's kernels are not modelled",
         run("explain", "all_gather", "1M", "--machine", "a40x4").output,
         re.DOTALL,

@@ -136,7 +136,7 @@ def claims(
     "--ranges/--no-ranges",
     default=None,
     show_default="with them for one figure",
-    help="Also predict over the plausible values of the machine's numbers: 20 to 80 s of CPU a figure; 3 to 6 without.",
+    help="Also predict over the plausible values of the machine's numbers: 6 to 60 s of CPU a figure; 3 to 6 without.",
 )
 @json_option
 @output(

@@ -218,7 +218,11 @@ def show(found: Explanation, console: rich.console.Console, *, commands: bool = 
     library += f"; the vendor's library {found.library_us:.4g} us" if found.library_us is not None else ""
     status = f" ({found.status})" if found.status else ""
     mover = "a kernel" if taken.launches_kernels else "copy engines"
-    verdict = f"No verdict: {found.unmodelled}. The best of" if found.unmodelled else "auto takes"
+    verdict = (
+        f"No verdict: {found.unmodelled}, nor in a plan; `sidelane tune` measures them. The best of"
+        if found.unmodelled
+        else "auto takes"
+    )
     say(console, f"{verdict} {mover} ({taken}): {found.choice.reason}{library}{status}", style="bold")
     if not found.unmodelled and (times := times_as_fast(expected, found.library_us)):
         say(console, f"Keep the vendor's library for this call: {times} times as fast, as predicted.", style="bold")
