@@ -34,7 +34,7 @@ def format_bytes(nbytes: int) -> str:
 
 def exact_bytes(text: str) -> float:
     """Return the number of bytes of a size before it is rounded."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"not a size (value={text!r}, allowed=numbers, also ending in K, M, G)")
     nbytes = float(match[1]) * _UNITS[match[2].upper()]

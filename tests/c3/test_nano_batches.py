@@ -58,8 +58,7 @@ def forward(x: torch.Tensor, name: str, recorder: Recorder) -> Generator[Any, An
 def test_one_part_is_computed_while_the_collective_of_the_other_runs_forward_and_backward():
     recorder, x = Recorder(), torch.ones(3, requires_grad=True)
     a, b = nano_batches(forward(x, name, recorder) for name in "ab")
-    assert a.tolist() == b.tolist() == [10.0] * 3
-    assert recorder.events == [
+    assert a.tolist() == b.tolist() == [10.0] * 3 and recorder.events == [
         *("compute a0", "start a0", "compute b0", "start b0"),
         *("wait a0", "compute a1", "start a1", "wait b0", "compute b1", "start b1", "wait a1", "wait b1"),
     ]
@@ -94,14 +93,15 @@ def test_when_a_part_fails_the_others_collectives_are_waited_for() -> None:
             yield MadeUpWork(recorder, "other")
         finally:
             closed.append(True)
+            raise LookupError("while it is closed")
 
     def fails() -> Generator[Any, Any, None]:
         yield from ()
         raise ArithmeticError("no")
 
     with pytest.raises(ArithmeticError, match="no"):
-        nano_batches([runs(), fails()])
-    assert recorder.events == ["wait other"] and closed
+        nano_batches([runs(), runs(), fails()])
+    assert recorder.events == ["wait other"] * 2 and closed == [True] * 2
 
 
 def test_what_is_refused() -> None:

@@ -58,11 +58,11 @@ def test_known_calls_are_compared_in_debug(group: dist.ProcessGroup) -> None:
             out.fill_(-1)
         out, shard = large if comm.rank == 1 else small
         error = error_of(comm.all_gather, out, shard)
-        assert isinstance(error, MismatchError), error
-        assert (out == -1).all()
+        assert isinstance(error, MismatchError) and (out == -1).all(), error
         comm.barrier()
         text = str(error)
         assert "rank 0: all_gather(3 ranks, 60 bytes" in text and "rank 1: all_gather(3 ranks, 108 bytes" in text
+        assert "each rank splits 1 rows" in str(error_of(comm.agree, "rows", f"each rank splits {comm.rank} rows"))
 
 
 @on_ranks(2)

@@ -72,10 +72,9 @@ def nano_batches(parts: Iterable[Generator[Waitable | None, Any, T]]) -> list[T]
                     del under_way[number]
     except BaseException:
         for number, work in under_way.items():
-            with contextlib.suppress(Exception):  # the first failure counts
+            with contextlib.suppress(Exception), contextlib.closing(turns[number]):  # the first failure counts
                 if work is not None:
                     work.wait()
-            turns[number].close()
         raise
     return [results[number] for number in range(len(turns))]
 

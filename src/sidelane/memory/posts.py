@@ -13,8 +13,8 @@ RING_CALLS = 64
 MOST_TEXT_BYTES = 1024
 """Largest number of bytes of the text of a post, with its NUL: the split sizes of 16 ranks fit."""
 
-SPLITS = " splits "
-"""Separator in a signature in front of the part that may differ between ranks."""
+SPLITS = "\x1fsplits "
+"""Separator in a signature in front of the part that may differ between ranks. Texts of callers do not contain it."""
 
 DIGEST = re.compile(r" #[0-9a-f]{12}\b")
 """Digest of a call in its signature, by which ranks compare what the words leave out."""
