@@ -358,8 +358,14 @@ def kernel_name(kernel: Any) -> str:
 def _layout_of(
     alike: str, grid: Any, arguments: tuple[Any, ...], options: dict[str, Any], device: torch.device
 ) -> tuple[list[Any], list[int], bool]:
-    """Return all that a launch depends on but addresses, positions of tensors, and whether all are on the device."""
-    layout: list[Any] = [alike, *(grid if isinstance(grid, tuple | list) else [_number_of(grid)]), *options.items()]
+    """Return all that a launch depends on but addresses, positions of tensors, and whether all are on the device.
+
+    >>> one, other, third = (_layout_of("", (1,), (), {"BY": by}, torch.device("cpu"))[0] for by in (0, 0.0, -0.0))
+    >>> one == other, other == third  # Triton compiles another kernel for each
+    (False, False)
+    """
+    layout: list[Any] = [alike, *(grid if isinstance(grid, tuple | list) else [_number_of(grid)])]
+    layout += [(name, type(one), one.hex() if isinstance(one, float) else one) for name, one in options.items()]
     indices: list[int] = []
     is_here = True
     for at, part in enumerate(arguments):
