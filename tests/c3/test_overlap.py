@@ -189,7 +189,7 @@ def test_failures(group: dist.ProcessGroup) -> None:
         assert tensor[0] == comm.world_size, "the collective has ended"
         attempt(collective=lambda comm: comm.all_reduce(tensor, op="median"))
         attempt(collective=lambda comm: comm.no_such_thing())
-        for arguments in ({"strategies": ()}, {"rounds": 0}, {"strategies": ("fastest",)}):
+        for arguments in ({"strategies": ()}, {"rounds": 0}, {"rounds": 1.5}, {"strategies": ("fastest",)}):
             try:
                 Overlap(comm, **arguments)  # type: ignore[arg-type]
             except ValueError as error:
@@ -201,8 +201,9 @@ def test_failures(group: dist.ProcessGroup) -> None:
     assert "compute (value=[" in told[2] and "async_op (value=True" in told[3]
     assert told[4].startswith("RuntimeError") and "size" in told[4]
     assert "median" in told[5] and told[6].startswith("AttributeError")
-    assert "rounds (value=()" in told[7] and "rounds (value=" in told[8] and "'fastest'" in told[9]
-    assert told[10:] == ["ValueError: overlap: on (value=3, allowed=a Communicator)"]
+    assert "rounds (value=()" in told[7] and "'fastest'" in told[10]
+    assert all(f", {rounds}, allowed" in text for rounds, text in zip((0, 1.5), told[8:10], strict=True))
+    assert told[11:] == ["ValueError: overlap: on (value=3, allowed=a Communicator)"]
 
 
 @on_ranks(2)

@@ -214,7 +214,7 @@ class Overlap:
         _check_communicator(on)
         self._on, self._rounds = on, rounds
         self._ways = [way for name in strategies for way in _ways_of(possible(name, on.device).strategy, on.device)]
-        if not self._ways or rounds < 1:
+        if not self._ways or rounds < 1 or rounds % 1:  # it would never decide
             raise _refused(
                 f"Overlap: strategies, rounds (value={tuple(strategies)}, {rounds}, allowed=one of each and more)"
             )
