@@ -31,6 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 import sidelane
 from sidelane import config
 from sidelane.collectives import backend_cpu, backend_cuda
+from sidelane.errors import UnavailableError
 from sidelane.integrations import dispatch, ledger, lifetime, order, torch_world
 from sidelane.integrations.calls import copy_bits
 from sidelane.integrations.process_group import SidelaneGroup
@@ -512,6 +513,25 @@ def test_objects(group: dist.ProcessGroup) -> None:
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, [f"for {each}" for each in range(size)], group=ours, group_src=0)
         assert mine == [f"for {rank}"]
+
+
+@on_ranks(2)
+def test_a_group_without_a_communicator_makes_calls_of_its_thread_and_others_in_one_order(
+    group: dist.ProcessGroup,
+) -> None:
+    """The rank whose thread was late had made Gloo's ``reduce`` first, and the other one Gloo's ``all_reduce``."""
+
+    def refuse(*_: object, **__: object) -> None:
+        time.sleep(0.2 * (1 - group.rank()))
+        raise UnavailableError("no such memory")
+
+    with sidelane_group(group) as ours, mock.patch.object(lifetime, "Communicator", refuse):
+        one, other = torch.ones(8), torch.ones(4, dtype=torch.complex64)
+        first = dist.all_reduce(one, group=ours, async_op=True)
+        time.sleep(0.1 * group.rank())
+        dist.reduce(other, group_dst=0, group=ours)
+        first.wait()
+        assert one.eq(2).all() and (group.rank() or other.eq(2).all())
 
 
 @on_ranks(2, gpu=default_stream)

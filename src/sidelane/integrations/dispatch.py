@@ -28,7 +28,7 @@ from sidelane.integrations.fallback import backends_of
 from sidelane.integrations.ledger import SIDELANE, Ledger, RowKey, maker_in_words
 from sidelane.integrations.lifetime import GroupLifetime
 from sidelane.integrations.nodes.topology import FLAT, HIERARCHICAL, choose_steps
-from sidelane.integrations.order import RepeatedCall, StreamOrder, are_plain
+from sidelane.integrations.order import HostOrder, RepeatedCall, StreamOrder, are_plain
 from sidelane.integrations.works import EndedWork, JoinedWork, OtherWork
 from sidelane.memory.heap import are_outside
 from sidelane.program.collective import Kind
@@ -232,13 +232,18 @@ class GroupDispatcher:
         if order is None:
             work = self._make_other(call, device)
         elif call.refusal and not (is_compared and device == "cpu"):
-            work = order.other(lambda: self._make_other(call, device), call.tensors, call.is_async)
+            make = functools.partial(self._make_other, call, device)
+            work = (
+                order.alone(make)  # without a communicator calls of the thread are Gloo's, too: one order on all ranks
+                if isinstance(order, HostOrder) and device not in self.life.communicators
+                else order.other(make, call.tensors, call.is_async)
+            )
         else:
             work = order.run(lambda: self._make(call, device), call.tensors, call.outputs, call.is_async, call.timeout)
         if observed is not None and not call.refusal:
             observed.maker = self._maker(call.tensors)
-        is_async = call.is_async
-        return self._collect(work, is_async, call.nbytes) if is_async or self._coalescing is not None else work
+        collects = call.is_async or self._coalescing is not None
+        return self._collect(work, call.is_async, call.nbytes) if collects else work
 
     def _require_order(self, call: GroupCall, device: str) -> None:
         """Raise for a sum whose terms are added in no fixed order, if the settings ask for one."""
