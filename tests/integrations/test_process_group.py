@@ -530,8 +530,7 @@ def test_a_group_without_a_communicator_makes_calls_of_its_thread_and_others_in_
         first = dist.all_reduce(one, group=ours, async_op=True)
         time.sleep(0.1 * group.rank())
         dist.reduce(other, group_dst=0, group=ours)
-        first.wait()
-        assert one.eq(2).all() and (group.rank() or other.eq(2).all())
+        assert first.wait() and one.eq(2).all() and (group.rank() or other.eq(2).all())
 
 
 @on_ranks(2, gpu=default_stream)

@@ -69,7 +69,7 @@ CASES: dict[str, tuple[StudyOptions, int, int]] = {
 """Options of each run, the tables that show it, and the pictures."""
 
 MEASURED = ("_us", "_ms", "gbps", "_mb", "tflops", "speedup", "ideal", "_percent", "per_second")
-MEASURED += ("max_rel_err", "difference", "loss", "grad_norm")
+MEASURED += ("max_rel_err", "difference", "loss", "grad_norm", "percent_least", "percent_most")
 """Ends of the names of figures that no two runs have alike."""
 
 LONG = ("lists", "gemms", "chain", "layouts", "ordinary", "process_group", "fused", "fsdp")

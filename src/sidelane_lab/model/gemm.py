@@ -75,7 +75,8 @@ def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name:
         operations_us / began,
         traffic_bytes(machine, gemm) / began / spread,
         limit=limit,
-        cache_gain=float(matmul.cache_gain) if is_memory_bound(machine, gemm) else 0.0,
+        # With fewer tiles than units nothing was taken from it: parts along k leave as many free as the shape has it.
+        cache_gain=float(matmul.cache_gain) if tiles >= units and is_memory_bound(machine, gemm) else 0.0,
         together=bool(matmul.persistent),
         blend=float(matmul.blend),
         fixed_us=(matmul.launch_us + split_us(machine, gemm, usable)) / waves,
