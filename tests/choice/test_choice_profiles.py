@@ -410,5 +410,7 @@ def test_settings_of_another_kind_are_refused_by_name(wrong: dict[str, Any]) -> 
 
 
 def test_a_variable_that_means_nothing_is_told() -> None:
-    with pytest.warns(UserWarning, match=r"SIDELANE_TIMEOUT: no such setting, ignored \(allowed=SIDELANE_TIMEOUT_S, "):
+    with pytest.warns(
+        UserWarning, match=r"SIDELANE_TIMEOUT: no such setting, ignored \(the nearest=SIDELANE_TIMEOUT_S, "
+    ):
         assert from_environment({"SIDELANE_TIMEOUT": "5"}) == Config()

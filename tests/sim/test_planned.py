@@ -290,15 +290,15 @@ def test_the_answer_begins_as_the_guide_says(words, first):
         ("2xrtx4090 --dtype bf16", "each GPU lacks 18 GB .* GB under FSDP2(?!.*DDP )"),
         (
             "8xh200 --cp 8 --sequence 128K --tokens 16K",
-            "16 GB of each GPU are left .*step of 131,072 tokens: .* 16384 tokens a rank",
+            "16 GB of each GPU are left .*step of 131,072 tokens in sequences of .* 16384 tokens a rank",
         ),
         (
             "8xh200 --cp 8 --sequence 128K",
-            "16 GB of each GPU are left .*step of 131,072 tokens: .* 16384 tokens a rank",
+            "16 GB of each GPU are left .*step of 131,072 tokens in sequences of .* 16384 tokens a rank",
         ),
         (
             "8xh200 --cp 8 --sequence 128K --batch 1",
-            "16 GB of each GPU are left .*step of 131,072 tokens: .* 16384 tokens a rank",
+            "16 GB of each GPU are left .*step of 131,072 tokens in sequences of .* 16384 tokens a rank",
         ),
         (
             "8xL4 --cp 8 --sequence 16K --batch 16 --dtype bf16 --optimizer adamw-8bit",

@@ -99,8 +99,24 @@ def headline() -> Cells:
         assert all(both), f"{file} lacks a row of {where}"
         faster = f"**{ratio(rows_of(file), where, *sides, column)}**", run(file, {**where, **sides[1]}, column)
         by = by or movers(fastest(rows_of(file), {**where, **sides[1]}, column))
-        cells.append([what, entry, by, *(f"{short(one)} {unit}" for one in both), *faster])
+        theirs, ours = (f"{short(one)} {unit}" for one in both)
+        cells.append(
+            [what, entry, by, f"{theirs}{winner(rows_of(file), {**where, **sides[0]}, column)}", ours, *faster]
+        )
     return cells
+
+
+def winner(rows: list[Row], where: Where, column: str) -> str:
+    """Return the name of the fastest row of a baseline in brackets, if there are several to choose from.
+
+    >>> winner([{"way": "nccl", "us": 2}, {"way": "symm_mem", "us": 1}], {"way": ("nccl", "symm_mem")}, "us")
+    ' (PyTorch)'
+    """
+    key = next((name for name, values in where.items() if isinstance(values, tuple)), "")
+    row = fastest(rows, where, column) if key else None
+    settings = {code: f"NCCL, {words}" for words, codes in SETTINGS.items() for code in codes}
+    names = {**settings, "nccl": "NCCL", "nccl_ce": "NCCL, copy engines", "symm_mem": "PyTorch"}
+    return f" ({names[row[key]]})" if row else ""
 
 
 def movers(row: Row | None) -> str:

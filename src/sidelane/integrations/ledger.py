@@ -68,7 +68,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.rows:
-            return "no calls of a Sidelane process group so far"
+            return 'no calls of a Sidelane process group so far: dist.init_process_group("sidelane") makes one'
         heads = ("group", "operation", "dtype", "device", "where", "calls", "bytes", "why")
         lines = [heads, *(tuple(str(getattr(row, _FIELDS.get(head, head))) for head in heads) for row in self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]

@@ -159,8 +159,13 @@ def _moves(call: Callable[..., Any], dtypes: Sequence[torch.dtype] | None) -> Ca
         from sglang.srt.layers.dp_attention import is_dp_attention_enabled
 
         served = _of(group, sums=dtypes is None and not is_dp_attention_enabled())
-        takes = served is not None and served.takes(*tensors, dtypes=dtypes)
-        return found if takes and (found := call(served, *reversed(tensors))) is not None else original(group, *tensors)
+        return (
+            found
+            if served is not None
+            and served.takes(*tensors, dtypes=dtypes)
+            and (found := call(served, *reversed(tensors))) is not None
+            else original(group, *tensors)
+        )
 
     return hook
 

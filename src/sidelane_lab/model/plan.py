@@ -281,9 +281,10 @@ def answer(planned: TrainingPlan) -> list[str]:
     ours, theirs = (f"{planned.tokens_per_s(one) / machine.world_size:,.0f}" for one in (best, usual))
     joules = [f"{one:.2f}" for one in map(planned.token_j, (best, usual)) if one is not None]
     lines += [
-        f"{'A' if is_enough else 'If it did: a'} step of {planned.tokens:,} tokens: "
-        f"{planned.step_us(best) / 1e6:.2f} s, {planned.tokens_per_s(best):,.0f} tokens/s, {ours} per GPU ({theirs} "
-        f"with the vendor's library{f' under {usual.sharding}' * (usual.sharding != best.sharding)}), "
+        f"{'A' if is_enough else 'If it did: a'} step of {planned.tokens:,} tokens in sequences of {step.sequence:,}: "
+        f"{planned.step_us(best) / 1e6:.2f} s, {planned.tokens_per_s(best):,.0f} tokens/s,",
+        f"{ours} per GPU ({theirs} with the vendor's library"
+        f"{f' under {usual.sharding}' * (usual.sharding != best.sharding)}), "
         f"MFU {100 * planned.utilization(best):.0f}%.",
         f"Exposed communication: {_exposed(planned, best)} of a step with Sidelane, {_exposed(planned, usual)} with "
         f"the library{'. Energy: {} J a token, {} with the library'.format(*joules) if joules else ''}.",
