@@ -525,12 +525,35 @@ def test_a_group_without_a_communicator_makes_calls_of_its_thread_and_others_in_
         time.sleep(0.2 * (1 - group.rank()))
         raise UnavailableError("no such memory")
 
-    with sidelane_group(group) as ours, mock.patch.object(lifetime, "Communicator", refuse):
+    with mock.patch.object(lifetime, "Communicator", refuse):
+        ours = sidelane.wrap(group)  # not the pool's, which has a communicator, and which later tests need
         one, other = torch.ones(8), torch.ones(4, dtype=torch.complex64)
         first = dist.all_reduce(one, group=ours, async_op=True)
         time.sleep(0.1 * group.rank())
         dist.reduce(other, group_dst=0, group=ours)
         assert first.wait() and one.eq(2).all() and (group.rank() or other.eq(2).all())
+
+
+@on_ranks(2)
+def test_an_asynchronous_call_of_gloo_does_not_wait_for_the_communicator_that_the_thread_makes(
+    group: dist.ProcessGroup,
+) -> None:
+    """A peer may come to that communicator only after a message that the caller sends next."""
+    returned, before = threading.Event(), list[bool]()
+
+    def refuse(*_: object, **__: object) -> None:
+        before.append(returned.wait(5))
+        raise UnavailableError("no such memory")
+
+    with mock.patch.object(lifetime, "Communicator", refuse):
+        ours = sidelane.wrap(group)  # not the pool's, which has a communicator, and which later tests need
+        one, others = torch.ones(8), torch.ones(3, 4, dtype=torch.complex64)
+        works = [dist.all_reduce(one, group=ours, async_op=True)]
+        works += [dist.reduce(other, group_dst=0, group=ours, async_op=True) for other in others]
+        returned.set()
+        for work in works:
+            work.wait()
+        assert before == [True] and one.eq(2).all() and (group.rank() or others.eq(2).all())
 
 
 @on_ranks(2, gpu=default_stream)

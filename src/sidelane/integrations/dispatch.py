@@ -234,8 +234,8 @@ class GroupDispatcher:
         elif call.refusal and not (is_compared and device == "cpu"):
             make = functools.partial(self._make_other, call, device)
             work = (
-                order.alone(make)  # without a communicator calls of the thread are Gloo's, too: one order on all ranks
-                if isinstance(order, HostOrder) and device not in self.life.communicators
+                order.run(lambda: make().wait(), call.tensors, call.outputs, call.is_async, call.timeout)
+                if isinstance(order, HostOrder) and order.precedes_others()  # one order of Gloo's calls on all ranks
                 else order.other(make, call.tensors, call.is_async)
             )
         else:

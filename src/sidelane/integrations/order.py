@@ -30,7 +30,7 @@ from sidelane.memory import ending
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 T = TypeVar("T")
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -142,7 +142,7 @@ class HostOrder:
         self._guard = guard
         self._mutex = forks.Mutex(_names)
         self._thread = CallThread("sidelane-group", self._mutex.is_mine)
-        self._is_known = self._gives_up = False
+        self._is_known = self._gives_up = self._precedes = False
 
     def run(
         self,
@@ -175,6 +175,14 @@ class HostOrder:
             return None  # the thread makes all decisions of asynchronous calls, while the caller goes on
         self.alone(lambda: call.make(tensors))
         return ENDED
+
+    def precedes_others(self) -> bool:
+        """Return True while calls of the thread may be the other group's: until it is idle, later ones come after.
+
+        Those are the calls of a group without a communicator, and the other group's that came after such ones.
+        """
+        self._precedes = bool(self._thread.pending) and (self._precedes or "cpu" not in self._guard.communicators)
+        return self._precedes
 
     def alone(self, job: Callable[[], T]) -> T:
         """Run a function behind the calls of the thread, and beside none. Raises as :meth:`run`."""
