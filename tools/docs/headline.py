@@ -59,8 +59,9 @@ LINES: list[Line] = [
          ({"implementation": server}, {"implementation": "sidelane"}), ("ms_per_token", "ms"))
         for server, name, sequences in (("vllm", "vLLM 0.26.0", 1), ("vllm", "vLLM 0.26.0", 64))
     ),
-    ("token of Llama 3.1 8B, 1 sequence, engine of SGLang 0.5.15 in deterministic mode, where it takes NCCL", "plug-in",
-     KERNELS, "h200x2/engines.json", {"server": "sglang", "sequences": 1, "commit": "0b964bc4", "deterministic": True},
+    ("token of Llama 3.1 8B, 8 sequences, engine of SGLang 0.5.15 in deterministic mode, where it takes NCCL",
+     "plug-in", KERNELS, "h200x2/engines.json",
+     {"server": "sglang", "sequences": 8, "commit": "0b964bc4", "deterministic": True},
      ({"implementation": "sglang"}, {"implementation": "sidelane", "launched_ahead": True}), ("ms_per_token", "ms")),
     ("token of Llama 3.1 8B, 64 sequences, layers of vLLM 0.26.0 in batch-invariant mode, where vLLM takes NCCL",
      "plug-in", KERNELS, "h200x2/servers.json",

@@ -129,9 +129,9 @@ _OWN_UNITS, _FIRST_ON_OWN_UNITS = (
     "the collective first, on units of its own",
 )
 
-# Collectives on copy engines (ConCCL paper, VI). They are released first: a copy inside one GPU (the caller's own part)
-# would wait for the end of a GEMM that was released before it (results/notes/hardware.md, "Copy engines"). The
-# library's are in their best case in place, if the collective has that.
+# Collectives on copy engines (ConCCL paper, VI). All but that for sums are released first: a copy inside one GPU (the
+# caller's own part) would wait for the end of a GEMM that was released before it (results/notes/hardware.md, "Copy
+# engines"). The library's are in their best case in place, if the collective has that.
 _ENGINES, _FEWER = "the collective first, on copy engines", "; memory-bound GEMMs on fewer units"
 _FEWER_UNITS = Partition(memory_bound_only=True)  # VI-F; the paper takes 8 on an MI300X, one of each of its dies (VI-G)
 # An all-to-all without the copy of the own part inside a GPU, which serialises with the GEMM: it stays where it is
