@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import inspect
 import os
@@ -139,6 +138,8 @@ def from_environment(environment: Mapping[str, str]) -> Config:
     """
     for name in environment:
         if name.startswith("SIDELANE_") and name not in VARIABLES:
+            import difflib
+
             warnings.warn(
                 f"{name}: no such setting, ignored (the nearest={difflib.get_close_matches(name, VARIABLES, 1, 0)[0]}, "
                 f"allowed={', '.join(VARIABLES)}). {SEE}{Page.SETTINGS.shown}",

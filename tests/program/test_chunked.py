@@ -53,7 +53,7 @@ def test_a_large_call_takes_little_staging_and_few_flags(n: int) -> None:
             define.all_to_all([[part] * n] * n),
             define.broadcast(nbytes, n, 0),
             define.all_reduce([part] * n, SUM),
-            Batch("batch", n, tuple(collectives(n, part))[: 13 - n // 16]),  # of 16 ranks 13 have a flag too many
+            Batch("batch", n, tuple(collectives(n, part))[: 13 - n // 16]),  # 13 among 16 ranks take 514 flags
         ):
             program = chunked(definition)
             assert program.flag_count <= READ_CAPACITY

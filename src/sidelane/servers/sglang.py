@@ -149,23 +149,20 @@ def _of(group: Any, *, sums: bool = False) -> ServerGroup | None:
 
 
 def _moves(call: Callable[..., Any], dtypes: Sequence[torch.dtype] | None) -> Callable[..., Any]:
-    """Return the hook of a collective: ``call`` of Sidelane for these dtypes, with the input first.
+    """Return the hook of a collective: ``call`` of Sidelane for these dtypes (None: any), with the input first.
 
-    None is for gathers, of any dtype: they stay SGLang's where its sums do, but for DP attention. In a graph without
-    NCCL's gather of logits dependent kernels begin later, by more than Sidelane's gather saves (results/notes/e2e.md).
+    Gathers, which take any, stay SGLang's where its sums do, but for DP attention: in a graph without NCCL's gather of
+    logits dependent kernels begin later, by more than Sidelane's gather saves (results/notes/e2e.md).
     """
 
     def hook(original: Callable[..., Any], group: Any, *tensors: torch.Tensor) -> Any:
-        from sglang.srt.layers.dp_attention import is_dp_attention_enabled
-
-        served = _of(group, sums=dtypes is None and not is_dp_attention_enabled())
-        return (
-            found
-            if served is not None
-            and served.takes(*tensors, dtypes=dtypes)
-            and (found := call(served, *reversed(tensors))) is not None
-            else original(group, *tensors)
+        served = _of(
+            group,
+            sums=dtypes is None
+            and not importlib.import_module("sglang.srt.layers.dp_attention").is_dp_attention_enabled(),
         )
+        takes = served is not None and served.takes(*tensors, dtypes=dtypes)
+        return original(group, *tensors) if not takes or (found := call(served, *reversed(tensors))) is None else found
 
     return hook
 

@@ -276,7 +276,7 @@ def preset(text: str) -> Transformer:
     for name, about in presets().items():
         known = [_parts(other) for other in (name, *about.get("also", ()))]
         if any(
-            wanted and all(any(f"{known}.".startswith(f"{part}.") for known in parts) for part in wanted)
+            wanted and all(any(f"{word}.".startswith(f"{part}.") for word in parts) for part in wanted)
             for parts in known
         ):
             return of_config(name, about["sizes"])
